@@ -21,7 +21,7 @@ from correction.config import CorrectionConfig
 from correction.early_warning.monitor import MonitorConfig
 from correction.early_warning.replacement import check_replaceable, reason_of, switched, tightened
 from correction.errors import ConfigError, counted
-from correction.settings.base import DerivedSettings, Settings
+from correction.settings.base import Settings
 from correction.settings.schedule import fold_obstacle, needs_reference_logprobs
 from learner.config import LearnerConfig
 from learner.hf.nano import NanoModelConfig
@@ -96,7 +96,7 @@ class InitConfig(Settings):
         return {key: value for key, value in content.items() if (key in _PUBLISHED) == self.is_published}
 
 
-class RayConfig(DerivedSettings):
+class RayConfig(Settings):
     """Which Ray cluster the actors live on."""
 
     DERIVED: ClassVar[frozenset[str]] = frozenset({"num_cpus"})
@@ -117,10 +117,11 @@ class RayConfig(DerivedSettings):
     """Join a cluster that asks for no token, although anybody who reaches it can run code as you. For closed networks."""
 
 
-class WeightSyncConfig(DerivedSettings):
+class WeightSyncConfig(Settings):
     """How new weights reach the engines."""
 
     DERIVED: ClassVar[frozenset[str]] = frozenset({"max_probe_difference"})
+    ALWAYS_DERIVED: ClassVar[frozenset[str]] = frozenset({"max_probe_median"})
 
     transport: Literal["object_store", "broadcast"] = "object_store"
     """object_store: each node reads the learner's copy from Ray's object store. broadcast: torch.distributed, from the learner's rank 0 to
@@ -134,6 +135,8 @@ class WeightSyncConfig(DerivedSettings):
     """The run warns if, after a sync, engine and learner differ by more than this at any token of a fixed prompt, nats. Unset: by the type
     of the weights and the model's layers, such as 1.6 in bfloat16 and 3e-3 in float32 with 30 of them (an eighth of bfloat16's in float16),
     and then also if half of the tokens differ by more than a tenth of that."""
+    max_probe_median: PositiveFloat | None = None
+    """Where max_probe_difference is derived: limit at half of the tokens, nats."""
 
 
 class EvaluationConfig(AnswerSampling):
@@ -159,11 +162,12 @@ class CheckpointConfig(Settings):
     """Newest checkpoints to keep; the one with the best held-out accuracy stays too, if its step was evaluated (evaluation.every_steps)."""
 
 
-class DeadlinesConfig(DerivedSettings):
-    """Limits of all waits; the error names phase, actor and version. Unset ones are derived from the two rates, the answers' length and the
-    model's bytes, and are at least the defaults here: `evenkeel config RECIPE --explain` prints them."""
+class DeadlinesConfig(Settings):
+    """Limits of all waits; the error names phase, actor and version. Those that aren't set follow from the two rates, the answers' length
+    and the model's bytes (settings/deadlines.py), and are at least the defaults here; a run's config.yaml has them."""
 
-    DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "batch_s", "step_s", "sync_s", "checkpoint_s", "evaluation_s"})
+    DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s"})
+    ALWAYS_DERIVED: ClassVar[frozenset[str]] = frozenset({"batch_s", "step_s", "sync_s", "checkpoint_s", "evaluation_s", "notice_s"})
 
     tokens_per_s: PositiveFloat = 5.0
     """Slowest rate at which a busy engine samples one answer, tokens a second."""
@@ -279,7 +283,7 @@ class RunConfig(Settings):
     """Becomes part of the run folder's name."""
     model: Path
     """Hugging Face folder of the policy to train (config.json, safetensors, tokenizer), or its name on the hub, hf:ORGANISATION/NAME or
-    hf:ORGANISATION/NAME@REVISION. A run's config.yaml records the commit."""
+    hf:ORGANISATION/NAME@REVISION. A run's recipe.yaml records the commit."""
     run_dir: Path | None = None
     """Folder of the run; empty: runs/NAME-DATE-TIME. Files left in it by a failed start are removed."""
     steps: PositiveInt = Field(le=10**9)

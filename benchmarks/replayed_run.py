@@ -37,8 +37,8 @@ from actors.record.observer import Observer
 from actors.record.run_event import EventKind
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
-from actors.settings.derived import derived
 from actors.settings.environment import OF_BATCHES
+from actors.settings.resolve import with_devices
 from actors.state.resume import open_ledger
 from actors.weights.weight_sync import SyncTarget
 from benchmarks.late_loop import LateLoop, LongestHalt
@@ -152,7 +152,7 @@ class ReplayedShape:
             correction=CORRECTION, monitor=EarlyWarningConfig(detailed=False), checkpoint=CheckpointConfig(every_steps=0),
             weight_sync=WeightSyncConfig(every_steps=self.every),
         )  # fmt: skip
-        return derived(config, has_gpu=False)
+        return with_devices(config, has_gpu=False)
 
 
 def prompt_of(number: int, tokens: int = PROMPT_TOKENS) -> Prompt:

@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from actors.checkpoints.checkpoint_reader import steps_without_a_line, take_back
-from actors.commands.recipe import load_config
+from actors.commands.recipe import as_recipe, load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
 from actors.metrics.catalogue import CATALOGUE
@@ -40,7 +40,6 @@ from actors.state.ledger import Ledger, outstanding_ids
 from actors.state.queue_snapshot import QueueSnapshot
 from actors.state.resume import TrainingState, open_ledger
 from benchmarks.sides import NANO_RECIPE, options, scratch
-from correction.settings.base import dump_with_derived
 from rollout.tasks.chat import ChatEncoder
 from rollout.tasks.prompt_place import PromptPlace
 from rollout.tasks.tasks import Task, build_task
@@ -87,6 +86,7 @@ def write_run(base: Path, model: Path, save: SavePolicy, prompts: int, groups: i
     config, draw = with_absolute_paths(load_config(RunConfig, NANO_RECIPE, changes)), random.Random(0)
     names = [metric.name for metric in CATALOGUE.values() if not metric.is_family and metric.name != "step"]
     with RunFolder.create(folder_path, "resume") as folder:
+        folder.write_recipe(as_recipe(config))
         folder.write_config(config)
         ledger = Ledger(folder.path / "ledger.jsonl")
         for step in range(1, steps + 2):
@@ -105,7 +105,7 @@ def write_run(base: Path, model: Path, save: SavePolicy, prompts: int, groups: i
 def save_checkpoint(folder: RunFolder, config: RunConfig, model: Path, save: SavePolicy, ledger: Ledger, steps: int) -> None:
     task = questions(config, model)
     queue = snapshot(task, steps, config.groups_per_step)
-    settings = dump_with_derived(config)
+    settings = config.model_dump(mode="json")
     with folder.checkpoint(steps) as checkpoint:
         save(checkpoint)
         mark = ledger.flush(queue)
@@ -154,14 +154,14 @@ def resume(run: Path) -> Resumed:
     newest = view.checkpoints()[-1]
     check_trainable(newest.hf)
     with RunFolder.view(run) as folder:
-        task = questions(with_absolute_paths(load_config(RunConfig, folder.path / "config.yaml", [])), newest.hf)
+        task = questions(with_absolute_paths(load_config(RunConfig, folder.recipe_path, [])), newest.hf)
     before = _resident_megabytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     with _timed(found, "open"):
         folder = RunFolder.open(run)
     with folder:
         with _timed(found, "checkpoint"):
-            _, point = find_resume_point(folder, ())
+            point = find_resume_point(folder, ()).point
         assert point is not None
         with _timed(found, "take back"):
             point, said = take_back(folder, point, task)

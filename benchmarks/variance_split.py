@@ -16,10 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.settings.true_on_policy import resolved
+from actors.settings.resolve import with_equal_operators
 from benchmarks.sides import options
 from correction.diagnostics.variance_split import VarianceSplit, split_variance
 from lab.kept_engines import KeptEngines, recipe
+from learner.hf.hf_folder import read_json
 
 BFLOAT16 = ("rollout.engine.dtype=bfloat16", "learner.dtype=bfloat16")
 KINDS: dict[str, tuple[str, ...]] = {"off, bfloat16": BFLOAT16, "off": (), "on": ("true_on_policy=true",)}
@@ -27,7 +28,8 @@ SETTINGS = {"seed": 1, "optimizer_steps_per_batch": 1}
 
 
 def measure(model: Path, steps: int, overrides: tuple[str, ...]) -> VarianceSplit:
-    config = resolved(recipe(model, "learner.optimizer_steps_per_batch=1", *overrides))
+    config = recipe(model, "learner.optimizer_steps_per_batch=1", *overrides)
+    config = with_equal_operators(config, read_json(config.model / "config.json"))
     with KeptEngines.start(config) as kept:
         record = kept.run("tis-token", steps=steps, max_staleness=1, **SETTINGS)
         return split_variance(*kept.rescore(record, **SETTINGS))

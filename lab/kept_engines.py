@@ -32,8 +32,8 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.queue.outstanding import discard_reason
 from actors.record.step_sources import objective_metrics
-from actors.settings.derived import derived
 from actors.settings.devices import visible_gpus
+from actors.settings.resolve import with_devices
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
@@ -59,7 +59,7 @@ def recipe(model: Path, *overrides: str, path: Path = RECIPE) -> RunConfig:
     """A recipe on a model folder, which is made first if it is not there; with the devices and types of this machine."""
     config = load_config(RunConfig, path, [f"model={model}", *overrides])
     init_model_folder(config, if_missing=True, say=lambda _: None)
-    return derived(config, has_gpu=visible_gpus() > 0)
+    return with_devices(config, has_gpu=visible_gpus() > 0)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from correction.engines.device_choice import Device, Dtype, decided, device_of, dtype_of, is_open
-from correction.settings.base import DerivedSettings
+from correction.settings.base import Settings
 from correction.settings.parts import CorrectionSettings
 from correction.settings.schedule import defers, needs_proximal_forward
 
@@ -22,13 +22,13 @@ _NOT_BUILT = {
 """Settings of Megatron that the learner doesn't support, with the reason; only 1 is allowed."""
 
 
-class LearnerConfig(DerivedSettings):
+class LearnerConfig(Settings):
     """How a corrected batch becomes new weights."""
 
     DERIVED: ClassVar[frozenset[str]] = frozenset(
-        {"dtype", "layers", "batch_invariant", "distributed_optimizer", "learning_rate", "tokens_per_microbatch", "collective_timeout_s"}
+        {"dtype", "layers", "batch_invariant", "distributed_optimizer", "learning_rate", "tokens_per_microbatch"}
     )
-    FORMER_NAMES: ClassVar[dict[str, str]] = {"fixed_order": "batch_invariant"}
+    ALWAYS_DERIVED: ClassVar[frozenset[str]] = frozenset({"collective_timeout_s"})
 
     data_parallel: int = Field(default=1, ge=1, le=10**5)
     """Copies of the model that share a batch; each rank takes whole sequences of about equal cost."""
@@ -46,8 +46,8 @@ class LearnerConfig(DerivedSettings):
     expert_parallel: int = Field(default=1, ge=1, le=10**5)
     """Ranks of a stage over which its experts are spread; tokens travel to them. Divides data_parallel * tensor_parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where a rank computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU. A run decides that when it starts,
-    and its config.yaml has what was decided: a resumed run computes where it computed."""
+    """Where a rank computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU. A run decides that when it
+    starts, and its config.yaml has what was decided: a resumed run computes where it computed."""
     gpus_per_rank: float = Field(default=1.0, gt=0, le=1)
     """Share of a GPU that a rank asks for, and the share of its memory that it may take. Below 1 an engine fits on the same GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -113,8 +113,8 @@ class LearnerConfig(DerivedSettings):
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Number of tokens whose logits are in memory at the same time; bounds the memory of the output head."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds after which a collective fails if some rank has not joined it. Unset: a minute more than a step or a checkpoint may take, so
-    that no rank fails while it waits for a slower one."""
+    """Seconds after which a collective fails if some rank has not joined it: in a run a minute more than a step or a checkpoint may take,
+    so that no rank fails while it waits for a slower one."""
 
     @model_validator(mode="before")
     @classmethod

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from correction.errors import ConfigError
-from correction.settings.base import DerivedSettings, Settings
+from correction.settings.base import Settings
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.pool_size import PoolSizeConfig
 
@@ -97,7 +97,7 @@ class HuggingFaceTask(_RowsTask):
     subset: str | None = None
     """The data set's configuration name, where it has several."""
     revision: str | None = None
-    """Branch, tag or commit of a data set of the hub; a run's config.yaml has the commit that it took."""
+    """Branch, tag or commit of a data set of the hub; a run's recipe.yaml has the commit that it took."""
     split: str = "train"
     """Split of the training rows."""
     held_out_split: str | None = None
@@ -327,7 +327,7 @@ class PenaliseOverlong(Settings):
 OverlongConfig = Annotated[TrainOverlong | MaskOverlong | PenaliseOverlong, Field(discriminator="kind")]
 
 
-class RolloutConfig(PoolSizeConfig, DerivedSettings):
+class RolloutConfig(PoolSizeConfig):
     """What happens to a prompt."""
 
     DERIVED: ClassVar[frozenset[str]] = frozenset({"slots"})

@@ -24,7 +24,7 @@ def test_the_whole_recipe_starts(tiny_model: Path, tmp_path: Path, monkeypatch: 
     asked += [{"prompt": f"What is {n} + 1? Reply with only the number.", "answer": str(n + 1)} for n in range(40 - len(asked))]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     monkeypatch.chdir(tmp_path)
-    config, _ = recipe_of(Path("sums.yaml"), [f"model={tiny_model}"])
+    config = recipe_of(Path("sums.yaml"), [f"model={tiny_model}"]).config
     config, task, notes = prepare(config)
     given = yaml.safe_load(RECIPE)
     assert (config.steps, config.learner.learning_rate) == (given["steps"], given["learner"]["learning_rate"])

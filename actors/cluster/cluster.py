@@ -29,8 +29,8 @@ from actors.config import RunConfig
 from actors.processes import interrupts
 from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
 from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
-from actors.settings.derived import asks_for_gpus
 from actors.settings.devices import check_gpus_to_come, check_rollout_resource, visible_gpus
+from actors.settings.resolve import asks_for_gpus
 from correction.engines.environment import environment
 from correction.errors import ConfigError, EngineError, counted, one_line
 from rollout.module_path import SAFE_PATH, checkout

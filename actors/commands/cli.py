@@ -261,11 +261,10 @@ def evaluate(
             "evenkeel eval needs --task: a recipe such as recipes/nano_spell_backward.yaml, or a reasoning-gym data set such as chain_sum"
         )
     from actors.commands.task_config import task_config
-    from actors.commands.told_recipe import tell
 
     chosen = {"temperature": temperature, "top_p": top_p, "samples": answers}
     words = [*(overrides or []), *(f"evaluation.{key}={value}" for key, value in chosen.items() if value is not None)]
-    tell(task_config(model, task, words, problems=problems)[1])  # a typo shows before the imports, which take seconds
+    task_config(model, task, words, problems=problems)  # a typo shows before the imports, which take seconds
     from actors.commands.evaluate import evaluate_folder
 
     evaluate_folder(model, task, words, problems=problems, samples=samples, say=typer.echo)
@@ -333,23 +332,26 @@ def config(
     """Print a recipe as it will be used, or explain the settings.
 
     With a recipe it prints YAML with the defaults filled in and the KEY=VALUE settings applied, and starts nothing. What a run derives from
-    other settings, the hardware or the model is left out, unless the recipe gives it; config.yaml of a run shows that. Without a recipe it
-    explains the settings that one usually sets, two lines for each; with --explain or --section all, or those of a section, and the
-    deadlines that follow from the settings.
+    other settings, the hardware or the model is left out, unless the recipe gives it; config.yaml of a run shows that. With --explain or
+    --section it says of each key where its value comes from, and what it means. Without a recipe it explains the settings that one usually
+    sets, two lines for each; with --explain or --section all, or those of a section.
     """
-    from actors.commands.config_explain import explain_basics
-    from actors.commands.deadline_views import explained
+    from actors.commands.config_explain import explain as explain_keys
+    from actors.commands.config_explain import explain_basics, explain_values
     from actors.config import RunConfig
 
-    if explain or section:
-        typer.echo(explained(_load(recipe, overrides) if recipe else None, section))
-        return
     if recipe is None:
-        typer.echo(explain_basics(RunConfig))
+        typer.echo(explain_keys(RunConfig, section) if explain or section else explain_basics(RunConfig))
         return
     import yaml
 
-    typer.echo(yaml.safe_dump(_load(recipe, overrides).model_dump(mode="json"), sort_keys=False))
+    from actors.commands.recipe import as_recipe, read_recipe
+
+    read = read_recipe(RunConfig, recipe, overrides or [])
+    if explain or section:
+        typer.echo(explain_values(read.config, read.source.exact, section))
+        return
+    typer.echo(yaml.safe_dump(as_recipe(read.config), sort_keys=False))
 
 
 @app.command(epilog=_examples("evenkeel presets", "evenkeel presets icepop", "evenkeel presets | grep -i experts"))
@@ -424,9 +426,10 @@ app.command(epilog=_examples("evenkeel capabilities"))(capabilities)
 
 
 def _load(recipe: Path | None, overrides: list[str] | None) -> RunConfig:
-    from actors.commands.told_recipe import load_told
+    from actors.commands.recipe import load_config
+    from actors.config import RunConfig
 
-    return load_told(recipe, overrides)
+    return load_config(RunConfig, recipe, overrides or [])
 
 
 def _stopwatch() -> Callable[[str], None]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 import enum
+import json
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 
 import annotated_types
@@ -19,9 +21,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from actors.settings.keys import inner_models
 from correction.errors import ConfigError
-from correction.settings.base import DerivedSettings
+from correction.settings.base import Settings
 
 LISTED = "`evenkeel config` lists those that one usually sets, `evenkeel config --explain` all"
 
@@ -56,9 +57,30 @@ class FieldLine:
     """A run derives it, unless it is given."""
 
 
+def inner_models(annotation: Any, prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The models inside a type, each with the dotted prefix of its keys."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield prefix, annotation
+    elif origin is Annotated:
+        yield from inner_models(arguments[0], prefix)
+    elif origin in (typing.Union, types.UnionType):
+        for argument in arguments:
+            yield from inner_models(argument, prefix)
+    elif origin in (list, tuple, Sequence):
+        yield from inner_models(arguments[0], prefix + "N.")
+    elif origin in (dict, Mapping):
+        yield from inner_models(arguments[1], prefix + "NAME.")
+
+
 def explain_lines(model_class: type[BaseModel], prefix: str = "", variant: Variant | None = None) -> Iterator[FieldLine]:
-    """Every key of a model and of those inside it, in order of declaration."""
+    """Every key of a model and of those inside it that a recipe may give, in order of declaration."""
+    derived, never_given = (
+        (model_class.DERIVED, model_class.ALWAYS_DERIVED) if issubclass(model_class, Settings) else (frozenset[str](), frozenset[str]())
+    )
     for name, field in model_class.model_fields.items():
+        if name in never_given:
+            continue
         path = f"{prefix}{name}"
         inner = list(inner_models(field.annotation, path + "."))
         yield FieldLine(
@@ -68,10 +90,22 @@ def explain_lines(model_class: type[BaseModel], prefix: str = "", variant: Varia
             description=" ".join((field.description or "").split()),
             variant=variant,
             is_section=bool(inner),
-            is_derived=issubclass(model_class, DerivedSettings) and name in model_class.DERIVED,
+            is_derived=name in derived,
         )
         for below, model in inner:
             yield from explain_lines(model, below, _variant_of(field, model) if len(inner) > 1 else variant)
+
+
+@cache
+def always_derived(model_class: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """Dotted key -> meaning, of the keys that no recipe has, because a run always derives them."""
+    found: dict[str, str] = {}
+    for name, field in model_class.model_fields.items():
+        if issubclass(model_class, Settings) and name in model_class.ALWAYS_DERIVED:
+            found[f"{prefix}{name}"] = " ".join((field.description or "").split())
+        for below, model in inner_models(field.annotation, f"{prefix}{name}."):
+            found |= always_derived(model, below)
+    return found
 
 
 def explain(model_class: type[BaseModel], section: str = "") -> str:
@@ -104,6 +138,38 @@ def explain(model_class: type[BaseModel], section: str = "") -> str:
         head = f"\n{head}" if line.is_section else head
         blocks.append(f"{head}{when}{same}\n    {line.description}" if line.description else f"{head}{when}{same}")
     return "\n".join(blocks).lstrip("\n")
+
+
+def explain_values(config: BaseModel, origin: Callable[[str], str], section: str = "") -> str:
+    """Every key of a configuration that isn't resolved yet, with its value, where that comes from, and its meaning: two lines a key.
+
+    Args:
+        origin: where a dotted key is written down; empty: nowhere.
+        section: dotted key to restrict it to.
+    Raises: ConfigError if there is no such key.
+    """
+    lines = {line.path: line for line in explain_lines(type(config))}
+    blocks = []
+    for path, value in flat(config.model_dump(mode="json")).items():
+        line = lines.get(numberless(path))
+        if line is None or (section and not f"{path}.".startswith(f"{section}.")):
+            continue
+        of_nobody = "default, or the preset's" if path.startswith("correction.") else "default"
+        place = origin(path) or ("derived when the run starts" if line.is_derived else of_nobody)
+        shown = "" if line.is_derived and not origin(path) else f" {json.dumps(value, ensure_ascii=False)}"
+        blocks.append(f"{path}:{shown}   [{place}]\n    {line.description}")
+    if not blocks:
+        near = nearest_key(type(config), section)
+        raise ConfigError(f"{section}: no such key; {f'the nearest is {near}' if near else LISTED}.")
+    return "\n".join(blocks)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Plain data by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
 
 
 def _kinds_at(tags: Mapping[FieldLine, Sequence[Variant]], section: str) -> set[str]:

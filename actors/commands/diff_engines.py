@@ -14,12 +14,13 @@ import torch
 from rich.table import Table
 
 from actors.plan.shape import check_is_model
-from actors.settings.true_on_policy import contract_of
+from actors.settings.resolve import contract_of
 from correction.batch import PackedBatch
 from correction.engines.agreement import Agreement, compare
 from correction.engines.capture import FUSED, ORDER, Capture, OperatorGap, compare_captures
 from learner.config import LearnerConfig
 from learner.hf.families import trained_family
+from learner.hf.hf_folder import read_json
 from learner.hf.model_check import check_trainable
 from learner.hf.model_family import ATTENTION_NORM_AFTER, FEED_FORWARD_NORM, FEED_FORWARD_NORM_AFTER, INPUT_NORM, MEGATRON_LAYER
 from learner.learner_rank import LearnerRank
@@ -109,7 +110,7 @@ def diff_engines(
     engine = EngineConfig(batch_invariant=true_on_policy, dtype=dtype).on_this_machine()
     learner = LearnerConfig(batch_invariant=true_on_policy, dtype=dtype).on_this_machine()
     if true_on_policy:
-        contract_of(model, engine, learner)
+        contract_of(read_json(model / "config.json"), engine, learner)
     batch, of_engine = asyncio.run(capture_engine(model, engine, prompts=prompts, tokens=tokens, seed=seed, say=say))
     say("loading the model into Megatron")
     rank = LearnerRank(learner)

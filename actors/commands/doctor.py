@@ -20,11 +20,12 @@ from actors.doctor.facts import Complaint, NodeFacts, PaperFacts, Severity
 from actors.doctor.gather import home_of_run, nodes_of_cluster, own_machine
 from actors.doctor.on_nodes import Request, on_nodes, requests
 from actors.doctor.on_paper import enough, on_paper, worst_first
-from actors.doctor.start_checks import check_on_paper_or_refuse, kept
+from actors.doctor.start_checks import check_on_paper_or_refuse
 from actors.doctor.surroundings import check_surroundings
 from actors.hub_name import HubName
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.settings.devices import visible_gpus
+from actors.settings.resolve import kept
 from correction.errors import ConfigError, EvenkeelError, counted
 
 UNFIT = 1
@@ -114,9 +115,9 @@ def doctor(
         raise ConfigError(f"{target}: there is no such recipe file or run folder")
     from rich.console import Console
 
-    from actors.commands.told_recipe import load_told
+    from actors.commands.recipe import load_config
 
-    config = load_told(target, overrides)
+    config = load_config(RunConfig, target, overrides or [])
     complaints, rows = _found(config, gpus)
     if as_json:
         typer.echo(json.dumps(in_json(complaints, rows), indent=2, allow_nan=False))
@@ -168,7 +169,7 @@ def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     """On this machine, or on the cluster at ray.address; of one that can't be joined the refusal, and what is known without it."""
     from actors.cluster.address import NoClusterError
     from actors.commands.resume_point import with_absolute_paths
-    from actors.settings.derived import asks_for_gpus, refusals
+    from actors.settings.resolve import asks_for_gpus, refusals
 
     config = with_absolute_paths(config)  # as train names them
     refused: list[Complaint] = []

@@ -15,8 +15,8 @@ from actors.commands.questions import DISK_OR_HUB, questions
 from actors.commands.task_config import task_config
 from actors.plan.shape import check_is_model
 from actors.processes.disk_at_start import by_disk_at_start
-from actors.settings.derived import with_engine_types
 from actors.settings.devices import visible_gpus
+from actors.settings.resolve import with_engine_types
 from correction.errors import ConfigError, counted
 from learner.hf.hf_folder import read_config
 from rollout.config import FileTask, RolloutConfig
@@ -44,7 +44,7 @@ def model_page(target: Path, task: str, overrides: Sequence[str]) -> Iterator[tu
     shape = read_config(folder).get_text_config()
     rollout, prompt, from_where = None, None, "a question that is made up; --task RECIPE shows the first of a task"
     if task:
-        config, _ = task_config(folder, task, overrides, problems=1)
+        config = task_config(folder, task, overrides, problems=1)
         rollout = with_engine_types(config, has_gpu=visible_gpus() > 0).rollout.with_context(shape.max_position_embeddings)
         encoder = ChatEncoder.of_folder(folder, rollout.task, rollout)
         made = questions(rollout.task, config.deadlines.start_s, encoder)

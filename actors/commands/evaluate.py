@@ -20,9 +20,8 @@ from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.cut_answers import cut_remark
 from actors.metrics.held_out import Evaluation
 from actors.metrics.step_metrics import StepMetrics, shown
-from actors.settings.derived import with_engine_types
 from actors.settings.devices import check_engine_device, visible_gpus
-from actors.settings.true_on_policy import refuse_contradictions_of_engines
+from actors.settings.resolve import refuse_contradictions_of_engines, with_engine_types
 from correction.errors import DataError
 from learner.hf.hf_folder import read_config
 from rollout.config import AnswerSampling, RolloutConfig
@@ -52,7 +51,7 @@ def evaluate_folder(
     Raises: DataError, ConfigError, EngineError.
     """
     model = model_folder(model)
-    config, _ = task_config(model, task, overrides, problems=problems)
+    config = task_config(model, task, overrides, problems=problems)
     refuse_contradictions_of_engines(config)
     config = with_engine_types(config, has_gpu=visible_gpus() > 0)
     built, longest_prompt = task_for(config)
@@ -89,7 +88,7 @@ def evaluate_folder(
 def task_for(config: RunConfig) -> tuple[Task, int]:
     """The task of a recipe, to be asked of its model by one engine; and the longest prompt, tokens.
 
-    Args: config: with the engine's device (settings/derived.py).
+    Args: config: with the engine's device (settings/resolve.py).
     Raises: DataError, ConfigError.
     """
     check_surroundings_of_engine()

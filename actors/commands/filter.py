@@ -22,9 +22,8 @@ from rich.progress import Progress
 from actors.cluster.hub import model_folder
 from actors.commands.evaluate import Asker, task_for
 from actors.config import RunConfig
-from actors.settings.derived import with_engine_types
 from actors.settings.devices import visible_gpus
-from actors.settings.true_on_policy import refuse_contradictions_of_engines
+from actors.settings.resolve import refuse_contradictions_of_engines, with_engine_types
 from actors.state.json_lines import JsonLines
 from correction.errors import ConfigError, DataError, counted
 from rollout.config import AnswerSampling, FileTask, ReasoningGymReward, ReasoningGymTask

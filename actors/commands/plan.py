@@ -157,12 +157,12 @@ def plan(
     from rich.table import Table
 
     from actors.commands.doctor import UNFIT, show
-    from actors.commands.told_recipe import load_told
+    from actors.commands.recipe import load_config
     from actors.doctor.on_paper import enough, on_paper, worst_first
     from actors.doctor.start_checks import check_on_paper_or_refuse
 
     kind, console = Gpus.parse(gpus), Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    found = check_on_paper_or_refuse(load_told(recipe, overrides), has_gpu=True, meant=[kind])
+    found = check_on_paper_or_refuse(load_config(RunConfig, recipe, overrides or []), has_gpu=True, meant=[kind])
     if isinstance(found, list):
         if as_json:
             typer.echo(json.dumps({"gpus": str(kind), "findings": findings(found)}, indent=2, allow_nan=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +16,13 @@ from actors.config import RunConfig
 from actors.doctor.facts import Complaint
 from actors.doctor.gather import paper_facts
 from actors.doctor.on_paper import on_paper, stop_at_failures
-from actors.doctor.start_checks import config_for_model, kept
+from actors.doctor.start_checks import config_for_model
 from actors.metrics.exporter import check_addresses
 from actors.pool.scoring import PATIENCE_S
 from actors.processes.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_start
 from actors.record.metric_views import wandb_for
-from actors.settings.deadlines import inversions
-from actors.settings.derived import asks_for_gpus, derived
 from actors.settings.devices import check_devices
+from actors.settings.resolve import asks_for_gpus, kept, with_devices
 from correction.engines.quick_imports import gc_paused
 from correction.errors import EvenkeelError
 from rollout.rewards.reward_trial import WRONG, trial_notes
@@ -50,7 +49,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
     config, of_paper = by_disk_at_start(look, what, disk=disk, computes=True, limit_s=lambda: limit_s)
     inputs = check_inputs(config, model, is_resumed=bool(resumed_from))
     assert inputs.task is not None
-    return config, inputs.task, [*of_devices, *map(str, of_paper), *map(str, inputs.found), *inversions(config)]
+    return config, inputs.task, [*of_devices, *map(str, of_paper), *map(str, inputs.found)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +117,10 @@ def _read_model(config: RunConfig, model: Path, *, has_weights: bool, is_resumed
     Returns: the configuration with all that follows from the model, and what is to be said.
     Raises: DataError, ConfigError.
     """
+    gives_rate = config.learner.is_given("learning_rate")
     config = config_for_model(config, model, has_weights=has_weights)
-    of_paper = on_paper(paper_facts(config, model, is_resumed=is_resumed), config)
+    facts = replace(paper_facts(config, model, is_resumed=is_resumed), gives_rate=gives_rate)
+    of_paper = on_paper(facts, config)
     stop_at_failures(of_paper)
     return config, of_paper
 
@@ -133,7 +134,7 @@ def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
             f"device: auto is the CPU: no node of the cluster at {config.ray.address} offers a GPU by now. To wait for nodes that do, set "
             "rollout.engine.device and learner.device to cuda"
         )
-    return derived(config, has_gpu=has_gpu), notes
+    return with_devices(config, has_gpu=has_gpu), notes
 
 
 async def _try_reward(config: RunConfig, task: Task | None, *, is_resumed: bool) -> list[str]:

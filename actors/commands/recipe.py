@@ -11,11 +11,11 @@ import difflib
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -23,110 +23,106 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from actors.commands.config_explain import LISTED, explain_lines, field_discriminator, nearest_key, numberless
+from actors.commands.config_explain import (
+    LISTED,
+    always_derived,
+    explain_lines,
+    field_discriminator,
+    inner_models,
+    nearest_key,
+    numberless,
+)
 from actors.commands.other_words import meant_by
 from actors.record.yaml_lines import composed, node_lines
-from actors.settings.keys import FormerName, former_keys, inner_models
-from correction.errors import ConfigError, EvenkeelError, one_line, require_utf8
+from correction.errors import ConfigError, one_line, require_utf8
+from correction.settings.base import Settings
 
 Model = TypeVar("Model", bound=BaseModel)
+COMMAND_LINE = "command line"
+"""The place of an override."""
 
 
 # Loading.
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe(Generic[Model]):
+    """A recipe with overrides on top, read once."""
+
+    config: Model
+    """Validated, and not yet resolved (actors/settings/resolve.py)."""
+    given: dict[str, Any]
+    """What was given, overrides merged in: as YAML it is a recipe again."""
+    source: Source
+
+
 def load_config(model_class: type[Model], recipe: Path | None, overrides: Sequence[str] = ()) -> Model:
+    """The configuration of read_recipe. Args, Raises: as that."""
+    return read_recipe(model_class, recipe, overrides).config
+
+
+def read_recipe(model_class: type[Model], recipe: Path | None, overrides: Sequence[str] = ()) -> Recipe[Model]:
     """A recipe with overrides on top, validated.
 
     Where an override changes the kind of a tagged union, the recipe's other keys of that section belong to another variant and go.
     Args:
         model_class: what the configuration has to be.
         recipe: YAML file; None: overrides and defaults alone.
-        overrides: "dotted.key=value" each; a later one wins. A setting's former name in the recipe gives way to one of its present name.
-    Raises: ConfigError with one line for each problem: file and line (or "command line"), key, value, reason and remedy.
+        overrides: "dotted.key=value" each; a later one wins.
+    Raises: ConfigError with one line for each problem: file and line (or "command line"), key, value, reason and remedy; OSError if the
+        disk doesn't give the file, which may pass.
     """
-    return load_with_keys(model_class, recipe, overrides)[0]
-
-
-def load_with_keys(model_class: type[Model], recipe: Path | None, overrides: Sequence[str] = ()) -> tuple[Model, RecipeKeys]:
-    """As load_config, and of the same read the keys that are read otherwise than they are written."""
     with contextlib.suppress(FileNotFoundError):  # a folder that has been removed
         require_utf8("the working folder, ", os.getcwd())
         require_utf8("the folder for temporary files (TMPDIR), ", tempfile.gettempdir())
     try:
         tree, lines = (OmegaConf.create({}), dict[str, int]()) if recipe is None else _read(recipe)
-        words = [_parse_override(text) for text in overrides]
-        keys = RecipeKeys.of(model_class, recipe, tree, lines, words)  # before overrides are in the tree
-        former, tags = former_keys(model_class), _tag_paths(model_class)
-        assignments = [(_by_present_name(key, former), value) for key, value in words]
-        _refuse_derived(model_class, assignments)
+        assignments, tags = [_parse_override(text) for text in overrides], _tag_paths(model_class)
         # Tags first: what they throw away must not be what another override has just set.
         for key, value in sorted(assignments, key=lambda assignment: numberless(assignment[0]) not in tags):
             if numberless(key) in tags:
                 _forget_other_variant(tree, key, value)
-            for name in (name for name, present in former.items() if f"{key}.".startswith(f"{present}.")):
-                _remove(tree, name)
-                lines.pop(name, None)
             _assign(tree, key, value)
-        data = OmegaConf.to_container(tree, resolve=True)
+        data = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{recipe or 'command line'}: {one_line(error)}") from error
+    source = Source(recipe, lines, tuple(key for key, _ in assignments))
+    problems = [
+        f"{source.place(path)}: {path} = {_short(value)}: no key of a recipe, a run derives it ({meaning.rstrip('.')}). Leave it out"
+        for path, meaning in always_derived(model_class).items()
+        if (value := _value_at(data, path)) is not None
+    ]
     try:
-        return model_class.model_validate(data), keys
+        config = model_class.model_validate(data)
     except ValidationError as error:
-        lines |= {former[key]: line for key, line in lines.items() if key in former}
-        source = _Source(recipe, lines, tuple(key for key, _ in assignments))
-        problems = [_describe(problem, model_class, data, source) for problem in error.errors()]
-        with keys.named():
-            raise ConfigError("\n".join(dict.fromkeys(problems))) from None
+        problems += [_describe(problem, model_class, data, source) for problem in error.errors()]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return Recipe(config, data, source)
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeKeys:
-    """Keys of a recipe, or of overrides, that are read otherwise than they are written."""
-
-    recipe: Path | None
-    """None: there are overrides alone."""
-    derived: dict[str, Any]
-    """What it shows as derived, by the dotted key of the setting: because it was copied from a run's folder, or by hand."""
-    former: tuple[FormerName, ...]
-
-    @classmethod
-    def read(cls, model_class: type[BaseModel], recipe: Path, overrides: Sequence[str] = ()) -> RecipeKeys:
-        """Of a file; whether its values are valid isn't asked. Raises: ConfigError, OSError as load_config."""
-        return cls.of(model_class, recipe, *_read(recipe), [_parse_override(text) for text in overrides])
-
-    @classmethod
-    def of(
-        cls, model_class: type[BaseModel], recipe: Path | None, tree: DictConfig, lines: Mapping[str, int], words: Sequence[tuple[str, Any]]
-    ) -> RecipeKeys:
-        """Args: tree, lines: as _read returns them. words: overrides, as (key, value)."""
-        sections = {line.path.rpartition(".")[0] for line in explain_lines(model_class) if line.is_derived}
-        data = OmegaConf.to_container(tree, resolve=False)  # a ${...} may lack what the command line gives
-        shown = {section: _mapping_at(data, f"{section}.derived") for section in sections}
-        derived = {f"{section}.{key!s}": value for section, keys in shown.items() for key, value in keys.items()}
-        former = FormerName.all_in(model_class, recipe, lines) if recipe else []
-        given = {path for key, value in words for path in _paths(key, value)}
-        former += [FormerName("command line", key, present) for key, present in former_keys(model_class).items() if key in given]
-        return cls(recipe, dict(sorted(derived.items())), tuple(former))
-
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """An error inside that is about a setting which has been given by a former name gets a note of that name and its place."""
-        try:
-            yield
-        except EvenkeelError as error:
-            for name in self.former:
-                if name.is_meant_by(error):
-                    error.add_note(str(name))
-            raise
+def as_recipe(section: BaseModel) -> dict[str, Any]:
+    """A configuration that isn't resolved yet as a recipe that says all of it: what a run derives is left out, unless it is given."""
+    return _without_derived(section, section.model_dump(mode="json"))
 
 
-def _mapping_at(data: Any, path: str) -> dict[Any, Any]:
-    """The mapping at a dotted key of plain data; empty: there is none."""
+def _without_derived(section: BaseModel, written: Mapping[str, Any]) -> dict[str, Any]:
+    is_open = frozenset[str]()
+    if isinstance(section, Settings):
+        is_open = section.ALWAYS_DERIVED | {name for name in section.DERIVED if not section.is_given(name)}
+    found = {}
+    for name, value in written.items():
+        inner = getattr(section, name, None)
+        if name not in is_open:
+            found[name] = _without_derived(inner, value) if isinstance(inner, BaseModel) else value
+    return found
+
+
+def _value_at(data: Any, path: str) -> Any:
+    """The value at a dotted key of plain data; None: there is none."""
     for name in path.split("."):
         data = data.get(name) if isinstance(data, dict) else None
-    return data if isinstance(data, dict) else {}
+    return data
 
 
 def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
@@ -139,16 +135,18 @@ def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
         near = sorted(str(path) for path in folder.glob("*.y*ml") if path.is_file())
         there = f" There are: {', '.join(near)}." if near else ""
         raise ConfigError(f"{recipe}: {reason}.{there}")
+    if recipe.name == "config.yaml" and (beside := recipe.with_name("recipe.yaml")).is_file():
+        raise ConfigError(f"{recipe}: that is what a run has run with, resolved; its recipe is {beside}")
     try:
         tree = OmegaConf.load(recipe)    # refuses a key that is there twice, which yaml.compose lets pass
         root = composed(recipe)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{recipe}:{line}: not valid YAML: {error.problem}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(recipe)) from error  # one of reading names no file
-        raise ConfigError(f"{recipe}: can't be read: {error}") from error  # OmegaConf has an OSError for a scalar
+        raise ConfigError(f"{recipe}: can't be read: {one_line(error)}") from error  # OmegaConf has an OSError for a scalar
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{recipe}: a recipe is a mapping of keys to values; this is a list.")
     return tree, dict(node_lines(root))
@@ -168,36 +166,6 @@ def _parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"command line: {key} = {value}: not YAML; put text with special characters in quotes") from error
 
 
-def _refuse_derived(model_class: type[BaseModel], assignments: Sequence[tuple[str, Any]]) -> None:
-    """Raises: ConfigError for an override of what a section shows as derived. (A recipe may have been copied from a run's folder.)"""
-    paths = [path for key, value in assignments for path in _paths(key, value) if "derived" in path]
-    lines = list(explain_lines(model_class)) if paths else []
-    sections = {line.path.rpartition(".")[0] for line in lines if line.is_derived}
-    cut = [(path, *path.partition(".derived")) for path in paths]
-    shown = [(path, section, rest[1:]) for path, section, _, rest in cut if section in sections and rest[:1] in ("", ".")]
-    if shown:
-        path, section, below = shown[-1]
-        setting = f"{section}.{below.partition('.')[0]}"  # below it may be what only looks like a key of its value
-        setting = former_keys(model_class).get(setting, setting)
-        remedy = f"set {setting} itself" if setting in {line.path for line in lines if not line.is_section} else "leave it out"
-        raise ConfigError(f"command line: {path}: that shows what a run has derived; {remedy}")
-
-
-def _paths(key: str, value: Any) -> Iterator[str]:
-    """A dotted key and those above it, and all keys in its value."""
-    names = key.split(".")
-    yield from (".".join(names[:i]) for i in range(1, len(names) + 1))
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _paths(f"{key}.{name}", inner)
-
-
-def _remove(tree: DictConfig, key: str) -> None:
-    section, _, name = key.rpartition(".")
-    if isinstance(found := OmegaConf.select(tree, section) if section else tree, DictConfig):
-        found.pop(name, None)
-
-
 def _assign(tree: DictConfig, key: str, value: Any) -> None:
     parents = key.split(".")[:-1]
     for depth in range(1, len(parents) + 1):    # `section:` or `section: null` in the recipe is no obstacle
@@ -210,11 +178,6 @@ def _assign(tree: DictConfig, key: str, value: Any) -> None:
         OmegaConf.update(tree, key, value, merge=False)
     except (OmegaConfBaseException, AssertionError, TypeError, IndexError) as error:
         raise ConfigError(f"command line: {key} = {value!r}: the recipe has no such place (a list is set as a whole: KEY=[...])") from error
-
-
-def _by_present_name(key: str, former: Mapping[str, str]) -> str:
-    """A dotted key that is, or begins with, a former name. Args: former: as former_keys returns them."""
-    return next((present + key.removeprefix(name) for name, present in former.items() if f"{key}.".startswith(f"{name}.")), key)
 
 
 @cache
@@ -249,7 +212,7 @@ _SAID_BY_THE_TYPE = frozenset({"greater_than", "greater_than_equal", "less_than"
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """Where a key came from."""
 
     recipe: Path | None
@@ -260,19 +223,25 @@ class _Source:
         """File and line of a key, or of the nearest section above it that is written down."""
         for key in self.overridden:
             if path == key or path.startswith(key + ".") or (path and key.startswith(path + ".") and path not in self.lines):
-                return "command line"
+                return COMMAND_LINE
         if self.recipe is None:
-            return "command line"
+            return COMMAND_LINE
         while path and path not in self.lines:
             path = path.rpartition(".")[0]
         return f"{self.recipe}:{self.lines[path]}" if path else str(self.recipe)
 
+    def exact(self, path: str) -> str:
+        """File and line of a key that is written down, or "command line"; empty: it is nowhere."""
+        if any(f"{path}.".startswith(f"{key}.") for key in self.overridden):
+            return COMMAND_LINE
+        return f"{self.recipe}:{self.lines[path]}" if path in self.lines else ""
+
     def place_of_mention(self, reason: str) -> str | None:
         """The override that a validator's message names in full. pydantic locates such an error at a whole section only."""
-        return "command line" if any(re.search(rf"\b{re.escape(key)}\b", reason) for key in self.overridden) else None
+        return COMMAND_LINE if any(re.search(rf"\b{re.escape(key)}\b", reason) for key in self.overridden) else None
 
 
-def _describe(problem: ErrorDetails, model_class: type[BaseModel], data: Any, source: _Source) -> str:
+def _describe(problem: ErrorDetails, model_class: type[BaseModel], data: Any, source: Source) -> str:
     path = _data_path(problem["loc"], data)
     place = source.place(path)
     entry = {line.path: line for line in explain_lines(model_class)}.get(numberless(path))

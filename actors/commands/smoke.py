@@ -38,7 +38,7 @@ def smoke_run(recipe: Path, overrides: Sequence[str], say: Callable[[str], objec
     Returns: exit status: 0, or 1 if the probe says that an engine doesn't compute what the learner does; that of a run which ended early.
     Raises: as ModelShape.read and train_run.
     """
-    config = with_absolute_paths(recipe_of(recipe, overrides)[0])
+    config = with_absolute_paths(recipe_of(recipe, overrides).config)
     outline, _ = outline_folder(config.model)
     ModelShape.read(outline)  # which says what is wrong with a folder, or with the family
     content = cut_config(read_json(outline / "config.json"), config)

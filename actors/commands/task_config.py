@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.commands.recipe import RecipeKeys, load_with_keys
+from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from correction.errors import DataError
 
@@ -36,26 +36,25 @@ def meant_model(model: Path) -> tuple[Path, Path | None]:
     chosen = run.best_checkpoint() or next(reversed(run.checkpoints()), None)
     if chosen is None:
         raise DataError(f"{model}: this run has no checkpoint", remedy="name a model's folder, such as the one that its config.yaml names")
-    return chosen.hf, model / "config.yaml"
+    return chosen.hf, run.recipe_path
 
 
-def task_config(model: Path, task: str, overrides: Sequence[str], *, problems: int) -> tuple[RunConfig, RecipeKeys]:
+def task_config(model: Path, task: str, overrides: Sequence[str], *, problems: int) -> RunConfig:
     """The recipe's configuration with enough held-out questions; with a bare name, sizes that fit into the model's context.
 
     Args:
         model: Hugging Face folder.
         task: a recipe's path, or the name of a reasoning-gym data set, which is scored by its own scorer.
         overrides: "dotted.key=value" over all of that.
-    Returns: also the keys that are read otherwise than they are written.
     Raises: ConfigError as load_config does.
     """
     wanted = [f"model={model}", f"rollout.task.held_out_size={problems}"]
     if is_recipe(task):
-        return load_with_keys(RunConfig, Path(task), [*wanted, *overrides])
+        return load_config(RunConfig, Path(task), [*wanted, *overrides])
     kinds = ["rollout.task.kind=reasoning_gym", f"rollout.task.dataset={task}", "rollout.reward.kind=reasoning_gym"]
     answer = min(LONGEST_ANSWER, max(1, model_context(model) // 4))
     made_up = ["steps=1", "groups_per_step=1", *kinds, f"rollout.sampling.max_tokens={answer}"]
-    return load_with_keys(RunConfig, None, [*made_up, *wanted, *overrides])
+    return load_config(RunConfig, None, [*made_up, *wanted, *overrides])
 
 
 def model_context(model: Path) -> int:

@@ -17,9 +17,8 @@ from actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from actors.cluster.hub import config_folder, pinned
 from actors.commands.doctor import table_of
 from actors.commands.preparation import prepare
-from actors.commands.recipe import RecipeKeys
-from actors.commands.resume_point import find_resume_point, with_absolute_paths, with_settings
-from actors.commands.run_settings import not_as_written
+from actors.commands.recipe import Recipe
+from actors.commands.resume_point import find_resume_point, recipe_as_kept, with_absolute_paths, with_settings
 from actors.commands.train_arguments import recipe_of
 from actors.config import RunConfig
 from actors.doctor.facts import Nodes
@@ -71,14 +70,13 @@ def train_run(
     Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
     """
     if resume is not None:
-        folder = by_disk_at_start(lambda: RunFolder.open(_fixed(resume)), f"{resume}, to be opened")
+        folder = by_disk_at_start(lambda: _opened_again(_fixed(resume)), f"{resume}, to be opened")
     else:
-        config, keys = recipe_of(recipe, overrides)
-        config = with_absolute_paths(config)
+        read = recipe_of(recipe, overrides)
+        config = with_absolute_paths(read.config)
         check_surroundings(config)
         config, of_hub = pinned(config)
-        with keys.named():
-            config, task, notes = prepare(config)  # before a folder is made: most mistakes show here
+        config, task, notes = prepare(config)  # before a folder is made: most mistakes show here
         notes = [*of_hub, *notes]
         make, limit_s = partial(RunFolder.create, config.run_dir, config.name), config.deadlines.disk_s
         folder = by_disk_at_start(make, "a new run's folder", limit_s=lambda: limit_s)
@@ -87,25 +85,29 @@ def train_run(
     point: ResumePoint | None = None
     try:
         if resume is not None:
-            config, point = find_resume_point(folder, overrides)
+            found = find_resume_point(folder, overrides)
+            read, config, point, limit_s = found.recipe, found.recipe.config, found.point, found.deadlines.disk_s
             check_surroundings(config)
             if point and point.checkpoint.step == config.steps:
-                found = partial(_complete, folder, config, point)
-                done = by_disk_at_start(found, "the run's evaluations and report", computes=True, limit_s=lambda: config.deadlines.disk_s)
+                look = partial(_complete, folder, config, point)
+                done = by_disk_at_start(look, "the run's evaluations and report", computes=True, limit_s=lambda: limit_s)
                 if done is not None:
                     interrupts.all_is_done(0)
                     put(done[1], sys.stdout)
                     return done[0]
-            read, limit_s = partial(RecipeKeys.read, RunConfig, folder.path / "config.yaml", overrides), config.deadlines.disk_s
-            keys = by_disk_at_start(read, "the run's config.yaml", limit_s=lambda: limit_s)
-            with keys.named():
-                config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
-        ready = partial(_made_ready, folder, config, point, task, keys, is_new=resume is None, discard_queue=discard_queue)
+            config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
+        ready = partial(_made_ready, folder, read, config, point, task, is_new=resume is None, discard_queue=discard_queue)
         point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
         return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point, stays=stays)
     finally:
         with contextlib.suppress(TimeoutError, RuntimeError):  # a disk that hangs, no thread left: the process' end gives the folder back
             DaemonThreads().submit(folder.close).result(_LISTED_S)
+
+
+def _opened_again(path: Path) -> RunFolder:
+    """The folder of a run that goes on; nothing is written to one that no resume can go on with. Raises: ConfigError."""
+    RunFolder.view(path).check_recipe()
+    return RunFolder.open(path)
 
 
 def _fixed(path: Path) -> Path:
@@ -114,24 +116,23 @@ def _fixed(path: Path) -> Path:
 
 
 def _made_ready(
-    folder: RunFolder, config: RunConfig, point: ResumePoint | None, task: Task, keys: RecipeKeys,
+    folder: RunFolder, recipe: Recipe[RunConfig], config: RunConfig, point: ResumePoint | None, task: Task,
     *, is_new: bool, discard_queue: bool = False,
 ) -> tuple[ResumePoint | None, list[tuple[EventLevel, str]]]:
     """Take back what the folder has of steps after the point's, and write the settings that it goes on with.
 
     Args:
-        keys: of a new run's recipe; of a resume's config.yaml and overrides.
+        recipe: of which the configuration was made.
     Returns: as take_back. Raises: as that, and as with_settings, which is asked first.
     """
-    said: list[tuple[EventLevel, str]] = [("warning", str(name)) for name in keys.former]
-    if is_new:
-        said += [("info", text) for text in not_as_written(keys, config)]
+    said: list[tuple[EventLevel, str]] = []
     if point is not None:
-        point, taken_back = take_back(folder, with_settings(folder, point, config, discard_queue=discard_queue), task)
+        point, taken_back = take_back(folder, with_settings(folder, point, recipe, config, discard_queue=discard_queue), task)
         said += taken_back
         said += steps_without_a_line(folder, point.checkpoint.step)
     elif not is_new:
         said.append(("info", _from_the_start(folder)))
+    folder.write_recipe(recipe_as_kept(recipe, config))
     folder.write_config(config)
     return point, said
 
@@ -140,7 +141,7 @@ def _from_the_start(folder: RunFolder) -> str:
     """Take back what a run without a checkpoint has written. Returns: what to say about it."""
     taken = folder.rewind(-1)
     lines = f"; {counted(taken, 'line')} of the steps before went to rewound.jsonl" if taken else ""
-    return f"{folder.path} has no checkpoint: starting from step 0 with its config.yaml{lines}"
+    return f"{folder.path} has no checkpoint: starting from step 0 with its recipe.yaml{lines}"
 
 
 def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> tuple[RunSummary, str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.commands.recipe import RecipeKeys, load_with_keys
+from actors.commands.recipe import Recipe, read_recipe
 from actors.config import RunConfig
 from actors.processes.disk_at_start import by_disk_at_start
 from correction.errors import ConfigError
@@ -16,18 +16,18 @@ def run_dir_of(recipe: Path | None, words: Sequence[str], resume: Path | None) -
     if resume is None:
         from actors.record.ownership import fresh_path
 
-        config, _ = recipe_of(recipe, words)
+        config = recipe_of(recipe, words).config
         return config.run_dir or fresh_path(Path("runs"), config.name)
     for word in words:
         if "=" not in word and Path(word).suffix in (".yaml", ".yml"):
             raise ConfigError(f"{word}: --resume takes no recipe, {resume} holds the one that it was started with; leave it out")
-    from actors.commands.resume_point import run_config
+    from actors.commands.resume_point import run_recipe
     from actors.record.run_folder import RunFolder
 
-    by_disk_at_start(lambda: run_config(RunFolder.view(resume), words), "the run's settings")
+    by_disk_at_start(lambda: run_recipe(RunFolder.view(resume), words), "the run's settings")
     return resume
 
 
-def recipe_of(recipe: Path | None, words: Sequence[str]) -> tuple[RunConfig, RecipeKeys]:
-    """The configuration of a new run, and keys of its recipe that are read otherwise. Raises: ConfigError; OSError; DiskLate."""
-    return by_disk_at_start(lambda: load_with_keys(RunConfig, recipe, words), f"the recipe {recipe}", disk="its disk")
+def recipe_of(recipe: Path | None, words: Sequence[str]) -> Recipe[RunConfig]:
+    """The recipe of a new run. Raises: ConfigError; OSError; DiskLate."""
+    return by_disk_at_start(lambda: read_recipe(RunConfig, recipe, words), f"the recipe {recipe}", disk="its disk")

@@ -57,6 +57,8 @@ class PaperFacts:
     """Files where the run starts with the name of a module of evenkeel's or of the standard library, if a reward may import them."""
     stand_ins: tuple[str, ...] = ()
     """Files that PYTHONPATH puts before modules of these names of the standard library."""
+    gives_rate: bool = True
+    """The recipe has a learning rate."""
     refused: tuple[EvenkeelError, ...] = ()
     """Why `train` would not take the model's config, or settings that go with it (start_checks.py)."""
     lacking: tuple[EvenkeelError, ...] = ()

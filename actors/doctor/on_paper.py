@@ -1,7 +1,7 @@
 """Rules of the first layer: whether the recipe fits the model's config.json and the size of a GPU, and whether that kind of GPU has the
 kernels. No cluster is needed.
 
-Each rule is a function of (facts, config) that yields complaints; the config has devices and types (actors/settings/derived.py).
+Each rule is a function of (facts, config) that yields complaints; the config has devices and types (actors/settings/resolve.py).
 
 Some kernels want weights in another order, or in another type. SGLang 0.5.21 brings them into it once, after loading; a weight update
 writes what files have, so that the engine would compute with something else.
@@ -21,8 +21,8 @@ from actors.doctor.memory_rules import gib, on_gpus
 from actors.plan.hosts import OF_ENGINES, OF_LEARNER, checkpoint_bytes, hosts
 from actors.plan.layouts import Gpus
 from actors.plan.shape import ModelShape
-from actors.settings.derived import RATE_PRETRAINED
 from actors.settings.devices import check_types, engines_beside_a_rank, gpus_asked, room_for_engines, unfit_shares, workers_asked
+from actors.settings.resolve import RATE_PRETRAINED
 from correction.engines.float8_format import BLOCK
 from correction.errors import ConfigError, counted
 from learner.model_fit import layout_obstacles, setting_obstacles
@@ -173,7 +173,7 @@ def train_takes_model_and_task(facts: PaperFacts, config: RunConfig) -> Iterator
 
 def learning_rate_is_by_kind_of_model(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
     learner = config.learner
-    if not learner.is_given("learning_rate"):
+    if not facts.gives_rate:
         kind = "a pretrained model" if learner.learning_rate == RATE_PRETRAINED else "a model made from nothing"
         sentence = f"learner.learning_rate = {learner.learning_rate:g}, the default for {kind} (usual values: docs/tasks.md#learning-rate)"
         yield Complaint("note", sentence)

@@ -6,7 +6,7 @@ The results are facts; nothing is started.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from actors.doctor.facts import Complaint, PaperFacts
 from actors.doctor.gather import paper_facts
 from actors.doctor.on_paper import without_model, worst_first
 from actors.hub_name import HubName
+from actors.plan.hosts import largest_bucket
 from actors.plan.layouts import Gpus
 from actors.plan.shape import ModelShape, check_is_model
-from actors.settings.deadlines import bytes_of, with_deadlines
-from actors.settings.derived import derived, refusals, with_learning_rate, with_optimizer
+from actors.settings.deadlines import bytes_of
 from actors.settings.devices import check_devices, unfit_shares
-from actors.settings.probe_limits import derived_limit
+from actors.settings.resolve import ModelFacts, kept, refusals, with_devices, with_model
 from correction.errors import DataError, EvenkeelError
 from learner.hf.hf_folder import is_pretrained, read_config, read_json, shapes_of
 from learner.hf.model_check import check_trainable, check_weights
@@ -50,19 +50,16 @@ def config_for_model(
     refused: list[EvenkeelError] | None = None,
     lacking: list[EvenkeelError] | None = None,
 ) -> RunConfig:
-    """The configuration as a run would have it with the model in this folder, which is checked: what true on-policy sets
-    (actors/settings/true_on_policy.py), whether ranks share the optimizer, the learning rate, the engines' context, and every deadline.
+    """The configuration as a run would have it with the model in this folder, which is checked (resolve.with_model).
 
     Args:
-        config: with devices and types (actors/settings/derived.py).
+        config: with devices and types.
         folder: the model's, or a copy of it without the weights.
         has_weights: they are meant to be in the folder.
         refused: takes each reason against the run; None: the first is raised.
         lacking: the same of its weights.
     Raises: DataError if there is no config.json that can be read; EvenkeelError kinds, if nothing takes the reasons.
     """
-    from actors.settings.true_on_policy import resolved
-
     check_is_model(folder)
     content = read_json(folder / "config.json")
     model = plain_sizes(content)
@@ -76,25 +73,12 @@ def config_for_model(
             with kept(lacking):
                 _check_weights(folder)
                 check_weights(folder, model)
-    with kept(refused):
-        config = resolved(config, folder)
-    shape = _shape(folder)
-    config = with_optimizer(config, has_experts=shape is not None and shape.experts > 0)
-    with kept(refused):
-        config = with_learning_rate(config, is_pretrained=is_pretrained(folder))
-    if shape is not None:
-        limit = {"max_probe_difference": derived_limit(config, shape.layers)}
-        config = config.model_copy(update={"weight_sync": config.weight_sync.completed(limit)})
-        with kept(refused):
-            config = config.model_copy(update={"rollout": config.rollout.with_context(shape.context)})
-    return with_deadlines(config, _weight_bytes(folder, has_weights=has_weights))
-
-
-def _shape(folder: Path) -> ModelShape | None:
-    """None for a model that the learner doesn't train, which is said elsewhere."""
-    with contextlib.suppress(DataError):
-        return ModelShape.read(folder)
-    return None
+    facts = ModelFacts(content, _weight_bytes(folder, has_weights=has_weights), is_pretrained=is_pretrained(folder))
+    with contextlib.suppress(DataError):  # of a model that the learner doesn't train, which is said elsewhere
+        shape = ModelShape.read(folder)
+        bucket = largest_bucket(shape, config)
+        facts = replace(facts, layers=shape.layers, context=shape.context, has_experts=shape.experts > 0, largest_bucket=bucket)
+    return with_model(config, facts, refused)
 
 
 def _weight_bytes(folder: Path, *, has_weights: bool) -> int:
@@ -119,9 +103,10 @@ def _of_folder(config: RunConfig, folder: Path, meant: Sequence[Gpus] | None) ->
     refused: list[EvenkeelError] = []
     lacking: list[EvenkeelError] = []
     has_weights = meant is None and HubName.of(config.model) is None
+    gives_rate = config.learner.is_given("learning_rate")
     config = config_for_model(config, folder, has_weights=has_weights, refused=refused, lacking=lacking)
     facts = paper_facts(config, folder, meant=meant)
-    return config, replace(facts, refused=tuple(refused), lacking=tuple(lacking))
+    return config, replace(facts, gives_rate=gives_rate, refused=tuple(refused), lacking=tuple(lacking))
 
 
 def check_on_paper_or_refuse(
@@ -131,7 +116,7 @@ def check_on_paper_or_refuse(
     together with what settings and the number of GPUs say without them."""
     if refused := list(refusals(config, has_gpu=has_gpu)):
         return list(map(Complaint.refusal, refused))
-    config = derived(config, has_gpu=has_gpu)
+    config = with_devices(config, has_gpu=has_gpu)
     remedy = _get_config(config.model)
     try:
         folder, remedy = config_folder(config.model), ""
@@ -152,14 +137,3 @@ def _get_config(model: Path) -> str:
         return ""
     revision = f" --revision {name.revision}" if name.revision else ""
     return f"Run `hf download {name.repository} config.json{revision}` where there is a network, or set model to a folder with that file"
-
-
-@contextlib.contextmanager
-def kept(refused: list[EvenkeelError] | None) -> Iterator[None]:
-    """Takes the reason against a run that is raised inside. Args: refused: gets it; None: it is raised."""
-    try:
-        yield
-    except EvenkeelError as error:
-        if refused is None:
-            raise
-        refused.append(error)

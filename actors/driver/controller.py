@@ -46,7 +46,6 @@ from actors.record.run_folder import Checkpoint, RunFolder
 from actors.settings.true_on_policy import check_batch
 from actors.state.resume import TrainingState
 from correction.errors import EvenkeelError, counted
-from correction.settings.base import dump_with_derived
 from rollout.tasks.tasks import Task
 from rollout.trajectory import SyncReceipt
 
@@ -343,7 +342,7 @@ class Controller:
     async def _training_state(self) -> TrainingState:
         queue, monitor = await self._source.saved(self._shutdown.is_hurried)
         mark = await self._by_disk(self._observer.disk.result(partial(self._source.ledger.flush, queue)), "the ledger's lines")
-        of_run = self._alarms.replacement, mark, self._task.fingerprint, dump_with_derived(self._config)
+        of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
         return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, self._observer.totals(), monitor, *of_run)
 
     async def _start(self) -> None:

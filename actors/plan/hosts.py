@@ -37,7 +37,7 @@ class Traffic:
 
 def traffic(shape: ModelShape, config: RunConfig) -> Traffic:
     version = shape.weight_bytes(config.learner.resolved_dtype, float8=config.rollout.engine.has_float8)
-    batch = batch_tokens(config) * PACKED + key_bytes(shape, config)
+    batch = batch_tokens(shape, config) * PACKED + key_bytes(shape, config)
     return Traffic(version, checkpoint_bytes(shape, config), batch, STORED_VERSIONS * version + 2 * batch)
 
 
@@ -83,25 +83,25 @@ def wide_bytes(shape: ModelShape, config: RunConfig, *, id_bytes: int = 4) -> in
     return needs_topk(config.correction) * (id_bytes + 4) + (routes if config.learner.routing_replay != "none" else 0)
 
 
-def batch_tokens(config: RunConfig) -> int:
+def batch_tokens(shape: ModelShape, config: RunConfig) -> int:
     """Tokens of a batch of the longest answers that are allowed, each with a prompt as long as the context leaves room for. The model's own
     context says nothing of prompts: then they are no longer than the answers."""
     sampling, engine = config.rollout.sampling, config.rollout.engine
     longest = engine.resolved_context
-    if not engine.is_given("context_length"):
+    if longest == shape.context:
         longest = min(longest, 2 * sampling.max_tokens)
     return config.groups_per_step * sampling.samples_per_group * longest
 
 
-def prompt_tokens(config: RunConfig) -> int:
+def prompt_tokens(shape: ModelShape, config: RunConfig) -> int:
     """Prompt tokens of such a batch: what the longest answers leave."""
     sampling = config.rollout.sampling
-    return max(0, batch_tokens(config) - config.groups_per_step * sampling.samples_per_group * sampling.max_tokens)
+    return max(0, batch_tokens(shape, config) - config.groups_per_step * sampling.samples_per_group * sampling.max_tokens)
 
 
 def key_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Bytes of a batch's route keys: one a token of a prompt, where its experts are replayed (correction/wide.py)."""
-    return 0 if config.learner.routing_replay == "none" or not shape.experts else 4 * prompt_tokens(config)
+    return 0 if config.learner.routing_replay == "none" or not shape.experts else 4 * prompt_tokens(shape, config)
 
 
 def receiving_bytes(shape: ModelShape, config: RunConfig) -> int:
@@ -179,7 +179,7 @@ def of_driver(shape: ModelShape, config: RunConfig) -> dict[str, int]:
     The service has the answers of two batches, one being packed and one drawn ahead, and three corrected: one in preparation, one in
     training and one that is being looked at. Two lie in the object store. None of them holds wide fields: what stands for them are keys.
     """
-    tokens = batch_tokens(config)
+    tokens = batch_tokens(shape, config)
     keys = key_bytes(shape, config)
     waiting = (config.max_staleness + 1) * tokens * (ANSWER + wide_bytes(shape, config))
     return {
@@ -203,7 +203,7 @@ def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, in
     holders = learner.world_size if learner.distributed_optimizer else learner.tensor_parallel * learner.pipeline_parallel
     whole_folder = shape.weight_bytes(learner.resolved_dtype)
     copies = (checkpoint_bytes(shape, config) - whole_folder) * min(ranks, holders) // holders + whole_folder
-    tokens = batch_tokens(config)
+    tokens = batch_tokens(shape, config)
     batch = tokens * CORRECTED + key_bytes(shape, config)
     on_cpu = learner.resolved_device == "cpu"
     return {
@@ -230,7 +230,7 @@ def of_engines(
         has_the_store: the versions that rank 0 has stored lie on the same node.
     """
     engine, moved = config.rollout.engine, traffic(shape, config)
-    outstanding = (config.max_staleness + 1) * batch_tokens(config) * engines // config.rollout.most_workers
+    outstanding = (config.max_staleness + 1) * batch_tokens(shape, config) * engines // config.rollout.most_workers
     on_cpu, dtype, ranks = engine.resolved_device == "cpu", engine.resolved_dtype, engines * engine.tensor_parallel
     weights = ranks * shape.weight_bytes(dtype, engine.tensor_parallel, float8=engine.has_float8)
     cache_tokens = engine.max_total_tokens or 0

@@ -16,7 +16,7 @@ from correction.errors import DeadlineExceeded
 
 T = TypeVar("T")
 ON_DISK, MODEL_OR_RUN = "the run folder's disk", "the disk of the model or that of the run"
-_HANGS_AT_START = "When that disk answers again, do the same once more. The deadline follows from deadlines.checkpoint_s and bytes_per_s"
+_HANGS_AT_START = "When that disk answers again, do the same once more. The deadline follows from deadlines.bytes_per_s"
 _NOTICE_S = 30.0
 _COMPUTES_S = 300.0
 """Least deadline, seconds, of work that also imports packages, or draws."""

@@ -13,7 +13,7 @@ from actors.processes.supervision import wait_for
 T = TypeVar("T")
 ByDisk = Callable[..., Awaitable[Any]]
 """Type of `by_disk` with a run's settings filled in: takes the work, its name, and `counts_from`."""
-_HANGS = "When that disk answers again, a resume goes on from the last checkpoint. The deadline follows from deadlines.checkpoint_s"
+_HANGS = "When that disk answers again, a resume goes on from the last checkpoint. The deadline follows from deadlines.bytes_per_s"
 
 
 async def wait_for_disk(

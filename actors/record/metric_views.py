@@ -23,7 +23,6 @@ from actors.record.file_thread import FileThread
 from actors.record.ownership import WANDB_ID
 from actors.state.json_lines import JsonLines, append_whole
 from correction.errors import ConfigError, counted
-from correction.settings.base import with_derived_beside_given
 
 if TYPE_CHECKING:
     from actors.config import MetricsConfig
@@ -202,7 +201,7 @@ def open_views(folder: RunFolder, config: MetricsConfig, notify: Callable[[str],
     last = next(iter(JsonLines(folder.metrics_path).last(1, step_of)), None)
     views: list[View] = [TensorBoardView(folder.tensorboard_path, resumed_from=last)]
     if config.wandb_project:
-        of_run = with_derived_beside_given(folder.read_config())
+        of_run = folder.read_config()
         views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=of_run, notify=notify))
     return views
 

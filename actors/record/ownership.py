@@ -18,7 +18,7 @@ from correction.errors import ConfigError, require_utf8
 
 FOLDERS = ("tensorboard", "trajectories", "checkpoints")
 WANDB_ID = "wandb_id"
-_BEFORE_NUMBERS = {*FOLDERS, "model", "config.yaml", "events.log", "ledger.jsonl", "wandb", WANDB_ID}
+_BEFORE_NUMBERS = {*FOLDERS, "model", "recipe.yaml", "config.yaml", "events.log", "ledger.jsonl", "wandb", WANDB_ID}
 """What a run writes before its first evaluation, step or checkpoint."""
 _PARTIAL = re.compile(r"\.\d+\.")
 """A file that was being written, see write_file."""

@@ -1,6 +1,7 @@
 """The folder of a run: what is where (who owns it: ownership.py).
 
-    config.yaml                     the resolved configuration
+    recipe.yaml                     the recipe as given, settings of the command line merged in
+    config.yaml                     the configuration that runs: plain values
     metrics.jsonl                   one line a step                      evaluations.jsonl    one line a held-out evaluation
     monitor.jsonl                   one line an event of the early warning: step, name (the symptom), state, value, growth, message
     clipped_tokens.jsonl            one line a step that clipped any: [token id, how often] of the most frequent ones, by advantage
@@ -53,7 +54,6 @@ from actors.record.skipped_batches import KEPT, SkippedBatch
 from actors.state.json_lines import JsonLines, append_whole
 from correction.early_warning.monitor import Event, State
 from correction.errors import ConfigError, DataError
-from correction.settings.base import dump_with_derived
 from learner.weights.file_sums import flush_to_disk, seal
 
 SampleKind = Literal["step", "held_out"]
@@ -94,6 +94,7 @@ class RunFolder:
         self.metrics_path, self.evaluations_path = path / "metrics.jsonl", path / "evaluations.jsonl"
         self.events_path, self.monitor_path, self._clipped_path = path / "events.log", path / "monitor.jsonl", path / "clipped_tokens.jsonl"
         self._lengths_path = path / "answer_lengths.jsonl"
+        self.recipe_path = path / "recipe.yaml"
         self.tensorboard_path, self.model_path = path / "tensorboard", path / "model"
         self.scatter_path, self.report_path = path / "scatter.npz", path / "report.html"
         self._lock = lock
@@ -178,17 +179,29 @@ class RunFolder:
 
     # Configuration, numbers, events, samples.
 
+    def write_recipe(self, given: Mapping[str, Any]) -> None:
+        """Keep the recipe of the run, which a resume resolves anew. Its last line says that it is whole."""
+        self.write_text("recipe.yaml", yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True, explicit_end=True))
+
+    def check_recipe(self) -> None:
+        """Raises: ConfigError if there is no recipe, or only a part of one: what it lacks would silently be a default; OSError."""
+        path, anew = self.recipe_path, f"start a new run from its weights: model={self.path / 'checkpoints'}/step_.../hf"
+        try:
+            text = _bytes_of(path).decode(errors="replace")
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path} is missing: without it no resume knows what the run was given; {anew}") from error
+        if text.split()[-1:] != ["..."]:
+            raise ConfigError(f"{path}: damaged, it doesn't end with the line `...`. Put back a whole copy, or {anew}")
+
     def write_config(self, config: BaseModel) -> None:
-        """Keep the resolved configuration; derived values stand under `derived` in their sections, and a resume derives them anew."""
-        self.write_text("config.yaml", yaml.safe_dump(dump_with_derived(config), sort_keys=False, allow_unicode=True))
+        """Keep the configuration that runs: plain values, all of it."""
+        self.write_text("config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
     def read_config(self) -> dict[str, Any]:
         """The resolved configuration as plain data; `steps` is whole. Raises: ConfigError if it is damaged; OSError, which may pass."""
         path = self.path / "config.yaml"
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except OSError as error:  # one of reading names no file
-            raise OSError(error.errno, error.strerror, str(path)) from error
+            content = yaml.safe_load(_bytes_of(path).decode()) or {}
         except _NO_YAML as error:
             raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
         if not isinstance(content, dict):
@@ -380,6 +393,14 @@ class RunFolder:
         for checkpoint in removed:
             shutil.rmtree(checkpoint.path)
         return removed
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Raises: OSError that names the file, which one of reading doesn't."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _event_record(event: Event) -> dict[str, Any]:

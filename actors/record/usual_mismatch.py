@@ -10,7 +10,6 @@ from actors.record.run_folder import RunFolder
 from correction.early_warning.reference_levels import ReferenceLevel, usual_level
 from correction.engines.expert_count import expert_count
 from correction.errors import EvenkeelError
-from correction.settings.base import with_derived_beside_given
 from learner.hf.hf_folder import read_json
 
 
@@ -28,7 +27,7 @@ def of_run(config: RunConfig, *, has_experts: bool) -> ReferenceLevel | None:
 
 def of_folder(folder: RunFolder) -> ReferenceLevel | None:
     """Of a run that may be an earlier version's, or not whole: None for what its folder doesn't say."""
-    config = with_derived_beside_given(folder.read_config())
+    config = folder.read_config()
     try:
         model = read_json(folder.model_path / "config.json")
     except EvenkeelError:

@@ -23,16 +23,15 @@ from actors.metrics.step_metrics import StepMetrics, shown
 from actors.metrics.step_number import step_of
 from actors.processes.disk_at_start import by_disk_at_start
 from actors.processes.event_level import EventLevel
-from actors.record.config_that_ran import former_names_in, settings_that_ran
+from actors.record.config_that_ran import recipe_given
 from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.record.stack_summary import newest_stack_summary
-from actors.settings.true_on_policy import refuse_contradictions
+from actors.settings.resolve import refuse_contradictions
 from actors.state.json_lines import JsonLines
 from actors.state.ledger import TRAINED
 from actors.state.resume import OtherVersionError
 from correction.errors import ConfigError, DataError
-from correction.settings.base import read_with_derived
 from learner.weights.file_sums import may_pass
 
 EVALUATION, REPORT = "the evaluation after training", "its report"
@@ -248,7 +247,7 @@ class RunDiagnosis:
     damaged: tuple[str, ...]
     """A sentence for each newer checkpoint that is damaged, or can't be read now."""
     refused: str
-    """Why a resume would refuse the newest complete checkpoint, or settings in config.yaml that this version can't read or that contradict
+    """Why a resume would refuse the newest complete checkpoint, or settings in recipe.yaml that this version can't read or that contradict
     each other, and what to do instead; empty: nothing of that was found. What it would refuse of devices or the model isn't looked for."""
     pace: dict[str, float]
     """Medians of the recent steps, by metric."""
@@ -355,22 +354,22 @@ def _settings(folder: RunFolder) -> tuple[dict[str, Any], str]:
 
     Raises: as RunFolder.read_config.
     """
-    content, path = folder.read_config(), folder.path / "config.yaml"
+    content = folder.read_config()
     try:
-        config = settings_that_ran(content, path)
+        config = recipe_given(folder)
     except ConfigError as error:
         return content, str(error)
     try:
         refuse_contradictions(config)
     except ConfigError as error:
-        return content, ". ".join([f"{path}: {error}", *(str(name) for name in former_names_in(path) if name.is_meant_by(error))])
+        return content, f"{folder.recipe_path}: {error}"
     return content, ""
 
 
 def _deadlines(config: Mapping[str, Any]) -> DeadlinesConfig:
     """The run's own; the defaults, if they can't be read, which its diagnosis says (refused)."""
     try:
-        return read_with_derived(DeadlinesConfig, config.get("deadlines", {}))
+        return DeadlinesConfig.model_validate(config.get("deadlines", {}))
     except (ConfigError, ValueError):
         return DeadlinesConfig()
 

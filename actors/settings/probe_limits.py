@@ -20,6 +20,8 @@ _AFTER = 3.0
 """Limit as a multiple of what this model's engines differ by, once that is known. It gets sharper by this factor at most."""
 _TAIL = 10.0
 """The largest difference of a prompt's tokens as a multiple of the median: 4 to 14 in the same measurements."""
+_FLOAT8 = 2.0
+"""The largest difference where engines have float8 projections."""
 UNKNOWN_LAYERS = 32
 """Depth that is taken before the model is known."""
 
@@ -48,12 +50,24 @@ class ProbeLimits:
         return cls._around(_FACTOR[dtype] * usual_difference(dtype, layers))
 
     @classmethod
+    def derived(cls, config: RunConfig, layers: int = UNKNOWN_LAYERS) -> ProbeLimits:
+        """The limits of a run whose recipe has none.
+
+        Engines with float8 projections (rollout.engine.quantization) have wider ones. Measured on a CPU: the nano model's answers have a
+        median of 0.01 and a largest of 0.06 nats, random models of two layers 0.1 and 0.4. Routers that choose other experts need none:
+        trained for 200 steps on text, a model of four layers has 0.013 and 0.13, its like with 16 experts, 4 of them a token, 0.013 and
+        0.24. One token in ten had another expert in some layer, with a median of 0.026; the others have 0.012. A choice flips between
+        experts of nearly equal weight, the least of those that are added.
+        """
+        return cls._around(_FLOAT8 / _TAIL) if config.rollout.engine.has_float8 else cls.of(config.learner.resolved_dtype, layers)
+
+    @classmethod
     def of_run(cls, config: RunConfig) -> ProbeLimits:
-        """The limits of a run: weight_sync.max_probe_difference, which holds alone if the recipe has it. Derived, it goes with a limit of
-        the median."""
-        if (limit := given_limit(config)) is not None:
-            return cls(limit, float("inf"))
-        return cls._around((config.weight_sync.max_probe_difference or derived_limit(config)) / _TAIL)
+        """The limits of a run. What a recipe gives for any token holds alone."""
+        sync = config.weight_sync
+        if sync.max_probe_difference is None:
+            return cls.derived(config)
+        return cls(sync.max_probe_difference, sync.max_probe_median or float("inf"))
 
     @classmethod
     def _around(cls, median: float) -> ProbeLimits:
@@ -73,21 +87,3 @@ class ProbeLimits:
         if not isfinite(self.median):  # the recipe's limit
             return self
         return ProbeLimits(max(self.largest / _AFTER, _AFTER * largest), max(self.median / _AFTER, _AFTER * median))
-
-
-def given_limit(config: RunConfig) -> float | None:
-    """weight_sync.max_probe_difference, nats, if the recipe has it."""
-    sync = config.weight_sync
-    return sync.max_probe_difference if sync.is_given("max_probe_difference") else None
-
-
-def derived_limit(config: RunConfig, layers: int = UNKNOWN_LAYERS) -> float:
-    """What weight_sync.max_probe_difference is where the recipe doesn't have it.
-
-    Engines with float8 projections (rollout.engine.quantization) have a wider one. Measured on a CPU: the nano model's answers have a
-    median of 0.01 and a largest of 0.06 nats, random models of two layers 0.1 and 0.4. Routers that choose other experts need none:
-    trained for 200 steps on text, a model of four layers has 0.013 and 0.13, its like with 16 experts, 4 of them a token, 0.013 and 0.24.
-    One token in ten had another expert in some layer, with a median of 0.026; the others have 0.012. A choice flips between experts of
-    nearly equal weight, the least of those that are added.
-    """
-    return 2.0 if config.rollout.engine.has_float8 else ProbeLimits.of(config.learner.resolved_dtype, layers).largest

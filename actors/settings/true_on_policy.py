@@ -1,124 +1,19 @@
-"""Settings that concern engines and learner alike, and for true on-policy the comparison of each batch."""
+"""True on-policy: the comparison of each batch, bit by bit."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from actors.config import OnDifference, RunConfig
+from actors.config import OnDifference
 from actors.processes.event_level import EventLevel
-from actors.settings.derived import with_derived
-from correction.engines.contract import Contract, SideSettings
-from correction.errors import ActorLost, ConfigError, EngineError
-from correction.settings.base import DerivedSettings
-from learner.config import LearnerConfig
-from rollout.engine_settings.engine_config import EngineConfig
+from correction.errors import ActorLost, EngineError
 
-if TYPE_CHECKING:  # the settings are resolved by commands that answer at once: without torch
+if TYPE_CHECKING:  # read by commands that answer at once: without torch
     from correction.batch import PackedBatch
     from correction.engines.agreement import Agreement
     from learner.results import StepValues
-
-
-def resolved(config: RunConfig, model: Path | None = None) -> RunConfig:
-    """The configuration that a run is given, and that its folder shows.
-
-    With true_on_policy it has the contract's settings on both sides; with the engines' routing to be replayed, engines that report it.
-
-    Args:
-        config: with devices and types (derived.py).
-        model: folder of the weights that training starts from; on a resume a checkpoint's. None: config.model.
-    Raises: ConfigError naming what can't be honoured.
-    """
-    refuse_contradictions(config)
-    config = _with_settings(config, {"return_routed_experts": config.learner.routing_replay == "rollout"}, {})
-    if not config.true_on_policy:
-        return config
-    steps = config.learner.total_optimizer_steps_per_batch
-    if steps > 1 and not config.learner.needs_proximal_forward(config.correction):
-        raise ConfigError(
-            f"true_on_policy: true with {steps} optimizer steps per batch and no forward of its own for proximal logprobs: after the first "
-            "step the learner's weights are not those that sampled, and nothing could be compared",
-            remedy="Set learner.optimizer_steps_per_batch and learner.epochs_per_batch to 1, or correction.proximal: recompute",
-        )
-    if config.rollout.engine.has_float8:
-        raise ConfigError(
-            "true_on_policy: true with rollout.engine.quantization: float8_block: the learner doesn't compute in float8",
-            remedy="Set it to none",
-        )
-    if config.learner.float32_head:
-        raise ConfigError("true_on_policy: true with learner.float32_head: true: the engines don't have it", remedy="Set it to false")
-    contract = contract_of(model or config.model, config.rollout.engine, config.learner)
-    return _with_settings(config, contract.engine_settings, contract.learner_settings)
-
-
-def refuse_contradictions(config: RunConfig) -> None:
-    """Raises: ConfigError if the recipe gives a setting that follows from another one, and gives it another value."""
-    engine, replay = config.rollout.engine, config.learner.routing_replay
-    _refuse_given({"rollout.engine": engine}, "return_routed_experts", replay == "rollout", f"learner.routing_replay: {replay}")
-    _refuse_other_operators(config, {"learner": config.learner, "rollout.engine": engine})
-
-
-def refuse_contradictions_of_engines(config: RunConfig) -> None:
-    """The same for engines without a learner: what decides their operators alone. Experts that they would report are left unused."""
-    _refuse_other_operators(config, {"rollout.engine": config.rollout.engine})
-
-
-def _refuse_other_operators(config: RunConfig, sides: Mapping[str, DerivedSettings]) -> None:
-    _refuse_given(sides, "batch_invariant", config.true_on_policy, f"true_on_policy: {str(config.true_on_policy).lower()}")
-    if config.true_on_policy:
-        engine, ranks = {"rollout.engine": config.rollout.engine}, config.learner.tensor_parallel
-        _refuse_given(engine, "projection_parts", ranks, f"true_on_policy: true and learner.tensor_parallel: {ranks}")
-
-
-def _with_settings(config: RunConfig, of_engine: dict[str, Any], of_learner: dict[str, Any]) -> RunConfig:
-    """The configuration with these derived values. Raises: ConfigError if other settings of the recipe contradict them."""
-    rollout = config.rollout.model_copy(update={"engine": with_derived(config.rollout.engine, of_engine, "rollout.engine")})
-    return config.model_copy(update={"rollout": rollout, "learner": with_derived(config.learner, of_learner, "learner")})
-
-
-def _refuse_given(sections: Mapping[str, DerivedSettings], name: str, needed: bool | int, setting: str) -> None:
-    """Args: sections: by their dotted keys, for the message. setting: from which `needed` follows, for the message.
-
-    Raises: ConfigError if the recipe gives another value in some of them.
-    """
-    values = {f"{key}.{name}": getattr(section, name) for key, section in sections.items() if section.is_given(name)}
-    if other := {key: value for key, value in values.items() if value != needed}:
-        keys, follows = " and ".join(other), "it follows" if len(other) == 1 else "they follow"
-        found, wanted = (str(one).lower() for one in (next(iter(other.values())), needed))  # of several a bool, which is the same in all
-        raise ConfigError(
-            f"{keys}: {found} with {setting}: {follows} from that, and would be {wanted}",
-            remedy=f"Set {keys} to {wanted}, or to null: then {follows}",
-        )
-
-
-def contract_of(model: Path, engine: EngineConfig, learner: LearnerConfig) -> Contract:
-    """The contract of a model, engine and learner, whose devices and types are decided. Raises: ConfigError naming everything that can't be
-    honoured."""
-    return Contract.of(
-        json.loads((model / "config.json").read_text()),
-        SideSettings(
-            name="rollout.engine",
-            device=engine.resolved_device,
-            dtype=engine.resolved_dtype,
-            threads=engine.threads,
-            tensor_parallel=engine.tensor_parallel,
-            attention_backend=engine.attention_backend,
-            weight_update_mode=engine.weight_update_mode,
-            arguments=engine.engine_args,
-        ),
-        SideSettings(
-            name="learner",
-            device=learner.resolved_device,
-            dtype=learner.resolved_dtype,
-            threads=learner.threads,
-            tensor_parallel=learner.tensor_parallel,
-            sequence_parallel=learner.sequence_parallel,
-        ),
-    )
 
 
 class BatchObserver(Protocol):

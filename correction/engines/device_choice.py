@@ -1,6 +1,6 @@
 """What `auto` means for a device, a number format and a backend, and bounds on kernel caches on a CPU: for engines and the learner alike.
 
-Nothing else asks whether a setting is `auto`. A run decides all of these once (actors/settings/derived.py), and its parts are given what
+Nothing else asks whether a setting is `auto`. A run decides all of these once (actors/settings/resolve.py), and its parts are given what
 was decided; an engine or a learner that is used without a run decides when it starts.
 """
 
@@ -19,7 +19,7 @@ KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": 
 """Environment variables of a process that multiplies matrices on a CPU: sizes of oneDNN's cache of compiled kernels, and of torch's
 cache in front of it, which holds the same kernels. Each keeps 1,024 by default. An engine, whose prefills have any number of tokens, would
 then grow for an hour, by more than half a gigabyte."""
-_DECIDE = "Decide it first: for a run actors/settings/derived.py does, for an engine or a learner alone the section's on_this_machine()"
+_DECIDE = "Decide it first: for a run actors/settings/resolve.py does, for an engine or a learner alone the section's on_this_machine()"
 
 
 def is_open(*settings: str) -> bool:

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
-from pydantic.functional_validators import ModelWrapValidatorHandler  # pydantic itself has this name since 2.8 only
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from ..errors import ConfigError
 
-Model = TypeVar("Model", bound=BaseModel)
-
 LARGEST_NUMBER = 10**12
 """A terabyte in bytes, or 30,000 years of one step a second. A larger number is a slip, which would otherwise fail late, as an overflow."""
-
-_WITH_DERIVED: dict[str, Any] = {"with_derived": True}
-"""The context of dump_with_derived and read_with_derived."""
 
 
 class Settings(BaseModel):
@@ -35,21 +19,25 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False)
 
-    FORMER_NAMES: ClassVar[dict[str, str]] = {}
-    """Former name -> present name of keys, for recipes and files of earlier versions."""
+    DERIVED: ClassVar[frozenset[str]] = frozenset()
+    """Keys that a run derives from other settings, the hardware or the model, unless they are given; their defaults hold without a run.
+    null counts as not given, and so does a default that is no value, such as auto."""
+    ALWAYS_DERIVED: ClassVar[frozenset[str]] = frozenset()
+    """Keys that no recipe has: a run always derives them."""
 
     @model_validator(mode="before")
     @classmethod
-    def _take_former_names(cls, given: Any) -> Any:
-        return cls._by_present_names(given) if isinstance(given, Mapping) else given
+    def _what_is_left_open_is_not_given(cls, given: Any) -> Any:
+        return {key: value for key, value in given.items() if not cls.leaves_open(key, value)} if isinstance(given, Mapping) else given
 
     @classmethod
-    def _by_present_names(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises: ValueError if a setting is given by both of its names."""
-        for name in cls.FORMER_NAMES.keys() & given.keys():
-            if cls.FORMER_NAMES[name] in given:
-                raise ValueError(f"{cls.FORMER_NAMES[name]} and {name} are one setting: remove {name}, its former name")
-        return {cls.FORMER_NAMES.get(key, key): value for key, value in given.items()}
+    def leaves_open(cls, key: str, value: Any) -> bool:
+        """Whether a value of one of this section's keys only says that it is to be derived."""
+        return key in cls.DERIVED and (value is None or (isinstance(value, str) and value == cls.model_fields[key].default))
+
+    def is_given(self, name: str) -> bool:
+        """Whether a setting has been given, and is no default."""
+        return name in self.model_fields_set
 
     @field_validator("*")
     @classmethod
@@ -91,101 +79,3 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     keys = {key for section in (schema, *schema.get("$defs", {}).values()) for key in section.get("properties", {})}
     near = difflib.get_close_matches(path[-1], keys, n=1, cutoff=0.5)
     return f"{where}: there is no such key" + (f"; the nearest is {near[0]}" if near else "")
-
-
-class DerivedSettings(Settings):
-    """A section some of whose values are derived, unless they are given: from other settings, the hardware or the model.
-
-    A derived value never counts as given. A dump leaves it out, and whoever reads that derives it anew, so that it follows when settings
-    change. `dump_with_derived` adds derived values under the key `derived` of their section, to show what ran; `read_with_derived` reads
-    them back, and a plain read ignores them.
-    """
-
-    DERIVED: ClassVar[frozenset[str]] = frozenset()
-    """Keys that are derived unless they are given. Their defaults hold where nothing is derived. null counts as not given,
-    and so does a default that is no value, such as auto, even where a recipe writes it down."""
-
-    def is_given(self, name: str) -> bool:
-        """Whether a setting has been given, and so is neither derived nor a default."""
-        return name in self.model_fields_set
-
-    def derived(self, values: Mapping[str, Any]) -> Self:
-        """A copy with these values for those keys of DERIVED that are not given; what was derived of other keys before stays.
-
-        Raises: pydantic's ValidationError for values that the section refuses in a recipe, too.
-        """
-        new = {name: value for name, value in values.items() if not self.is_given(name)}
-        if unknown := new.keys() - self.DERIVED:
-            raise ValueError(f"{type(self).__name__}: {', '.join(sorted(unknown))}: not among the keys that are derived")
-        known = {name: value for name, value in self if self.is_given(name) or name in self.DERIVED}
-        return _without_having_been_given(type(self).model_validate(known | new), self.DERIVED - self.model_fields_set)
-
-    def completed(self, values: Mapping[str, Any]) -> Self:
-        """As `derived`, for values that no section refuses: nothing is validated again."""
-        new = {name: value for name, value in values.items() if not self.is_given(name)}
-        return _without_having_been_given(self.model_copy(update=new), new)
-
-    def left_open(self, *names: str) -> Self:
-        """A copy in which these settings aren't given."""
-        own = {name: value for name, value in self if name not in names}
-        return type(self).model_construct(_fields_set=self.model_fields_set - set(names), **own)
-
-    def as_given(self) -> Self:
-        """A copy without what was derived: those settings have their defaults."""
-        return self.left_open(*(self.DERIVED - self.model_fields_set))
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _derived_is_not_given(cls, given: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        if not isinstance(given, Mapping):
-            return handler(given)
-        present = cls._by_present_names(given)  # now, as this comes before _take_former_names
-        own = {key: value for key, value in present.items() if not cls._is_left_open(key, value)}
-        shown = own.pop("derived", None) or {}
-        if not isinstance(shown, Mapping):
-            raise ValueError(f"derived = {shown!r}: under derived a run shows what it has derived, key by key; remove it")
-        if info.context is not _WITH_DERIVED:
-            return handler(own)
-        ran = {key: value for key, value in shown.items() if key in cls.DERIVED - own.keys()}
-        return _without_having_been_given(handler(own | ran), ran.keys())
-
-    @classmethod
-    def _is_left_open(cls, key: str, value: Any) -> bool:
-        """Whether a given value only says that it is to be derived."""
-        return key in cls.DERIVED and (value is None or (isinstance(value, str) and value == cls.model_fields[key].default))
-
-    @model_serializer(mode="wrap")
-    def _leave_derived_out(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        written: dict[str, Any] = handler(self)
-        not_given = self.DERIVED - self.model_fields_set
-        kept = {name: value for name, value in written.items() if name not in not_given}
-        if info.context is _WITH_DERIVED:
-            kept["derived"] = {name: value for name, value in written.items() if name in not_given}
-        return kept
-
-
-def dump_with_derived(config: BaseModel, **options: Any) -> dict[str, Any]:
-    """The configuration as JSON data, with the derived values of every DerivedSettings in it under the key `derived` of their section.
-
-    Args: options: of pydantic's model_dump.
-    """
-    return config.model_dump(mode="json", context=_WITH_DERIVED, **options)
-
-
-def read_with_derived(model_class: type[Model], data: Mapping[str, Any]) -> Model:
-    """What dump_with_derived has written, its derived values as well: they are there, and count as derived.
-
-    Raises: pydantic's ValidationError.
-    """
-    return model_class.model_validate(data, context=_WITH_DERIVED)
-
-
-def with_derived_beside_given(written: Mapping[str, Any]) -> dict[str, Any]:
-    """What dump_with_derived has written, with each derived value beside the given ones of its section: for who compares runs."""
-    given = {key: with_derived_beside_given(value) if isinstance(value, Mapping) else value for key, value in written.items()}
-    return given.pop("derived", {}) | given
-
-
-def _without_having_been_given(settings: Model, names: Iterable[str]) -> Model:
-    settings.model_fields_set.difference_update(names)
-    return settings

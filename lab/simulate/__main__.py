@@ -14,7 +14,7 @@ from pathlib import Path
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 from correction.errors import ConfigError
 from lab.simulate.costs import AnswerLengths, DecodeSpeed, RunCosts
 from lab.simulate.measured import MeasuredRun, measure, shape_of
@@ -97,7 +97,7 @@ def cheapest(outcomes: list[Outcome]) -> Outcome:
 def main(words: list[str] | None = None) -> None:
     given = arguments(words)
     try:
-        config = derived(load_config(RunConfig, given.recipe, given.overrides), has_gpu=False)
+        config = with_devices(load_config(RunConfig, given.recipe, given.overrides), has_gpu=False)
         run = inputs(given, config)
         outcomes = [
             simulate(

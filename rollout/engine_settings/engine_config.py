@@ -11,7 +11,7 @@ from correction.engines.device_choice import Backend, Device, Dtype, decided, de
 from correction.engines.float8_format import CONFIG
 from correction.engines.gpu_share import PREFILL_TOKENS
 from correction.errors import ConfigError
-from correction.settings.base import DerivedSettings
+from correction.settings.base import Settings
 from rollout.engine_settings.engine_arguments import refusal
 from rollout.engine_settings.request_lengths import RequestLengths
 
@@ -60,10 +60,10 @@ _NO_FLOAT32 = (
 )
 
 
-class EngineDeadlines(DerivedSettings):
-    """Longest waits of one engine, seconds. Unset ones grow with the model's bytes and the answers' length (settings/deadlines.py)."""
+class EngineDeadlines(Settings):
+    """Longest waits of one engine, seconds. In a run most grow with the model's bytes and the answers' length (settings/deadlines.py)."""
 
-    DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "generate_s", "update_s", "control_s"})
+    ALWAYS_DERIVED: ClassVar[frozenset[str]] = frozenset({"start_s", "generate_s", "update_s", "control_s", "shutdown_s"})
 
     heartbeat_s: float = Field(default=30.0, gt=0)
     """An engine that answers no health check for this long and computes nothing is lost; one that is computing, or may be waiting for a
@@ -82,7 +82,7 @@ class EngineDeadlines(DerivedSettings):
     """Until the engine's processes have ended."""
 
 
-class EngineConfig(DerivedSettings):
+class EngineConfig(Settings):
     """One SGLang engine. Device and backend are settings; the code is the same for both."""
 
     DERIVED: ClassVar[frozenset[str]] = frozenset(
@@ -91,7 +91,7 @@ class EngineConfig(DerivedSettings):
             *("batch_invariant", "projection_parts", "return_routed_experts"),
         }
     )
-    FORMER_NAMES: ClassVar[dict[str, str]] = {"fixed_order": "batch_invariant"}
+    ALWAYS_DERIVED: ClassVar[frozenset[str]] = frozenset({"weight_group_timeout_s"})
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine computes; auto is cuda where this machine, or the cluster of ray.address, has a GPU. A run decides that when it
@@ -143,8 +143,8 @@ class EngineConfig(DerivedSettings):
     weight_group_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """torch.distributed backend of the broadcast transport; auto is nccl on cuda, gloo on a CPU."""
     weight_group_timeout_s: float = Field(default=60.0, gt=0)
-    """Timeout of a broadcast collective and of joining its group, seconds. Must be below deadlines.update_s, after which the engine counts
-    as lost."""
+    """Timeout of a broadcast collective and of joining its group, seconds. Below deadlines.update_s, after which the engine counts as
+    lost."""
     log_level: Literal["debug", "info", "warning", "error"] = "error"
     """Level of SGLang's own log lines; its warnings are mostly about models and kernels that are not there."""
     deadlines: EngineDeadlines = EngineDeadlines()
@@ -263,16 +263,17 @@ class EngineConfig(DerivedSettings):
         Args: model_context: context length of the model's config, tokens.
         Raises: ConfigError if the given one is longer.
         """
-        given = self.context_length if self.is_given("context_length") else None
-        if given is not None and given > model_context:
+        context = self.context_length or model_context
+        if context > model_context:
             raise ConfigError(
-                f"rollout.engine.context_length = {given} is more than the model's context of {model_context} tokens "
+                f"rollout.engine.context_length = {context} is more than the model's context of {model_context} tokens "
                 "(max_position_embeddings in its config.json)",
                 remedy="Lower it, or set it to null",
             )
-        context = given or model_context
-        of_cpu = {"max_total_tokens": min(self.max_running_requests * context, _CPU_CACHE_TOKENS)} if self.device == "cpu" else {}
-        return self.completed({"context_length": context} | of_cpu)  # a capture's engine has arguments that a recipe may not name
+        values = {"context_length": context}
+        if self.device == "cpu" and self.max_total_tokens is None:
+            values["max_total_tokens"] = min(self.max_running_requests * context, _CPU_CACHE_TOKENS)
+        return self.model_copy(update=values)  # unchecked: a capture's engine has arguments that a recipe may not name
 
     @property
     def resolved_context(self) -> int:

@@ -4,7 +4,6 @@ reads the names and settings where there is no engine yet.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,7 +16,6 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from correction.engines import host_memory
-from correction.settings.base import dump_with_derived, read_with_derived
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin.broadcast_arrival import received_in
 from rollout.sglang_plugin.mapped_memory import keep_mapped
@@ -54,11 +52,11 @@ class PluginSettings(BaseModel):
 
     def as_variable(self) -> str:
         """The settings as JSON, without engine_args: those may not be serialisable."""
-        return json.dumps(dump_with_derived(self, exclude={"engine": {"engine_args"}}))
+        return self.model_dump_json(exclude={"engine": {"engine_args"}})
 
     @classmethod
     def from_environment(cls) -> PluginSettings:
-        return read_with_derived(cls, json.loads(os.environ.get(VARIABLE, "{}")))
+        return cls.model_validate_json(os.environ.get(VARIABLE, "{}"))
 
 
 def draw_no_bars() -> None:

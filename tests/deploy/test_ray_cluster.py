@@ -15,8 +15,8 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.plan.hosts import BATCHES, FOR_CHECKPOINTS, hosts
 from actors.plan.shape import ModelShape
-from actors.settings.derived import derived
 from actors.settings.devices import gpus_asked, room_for_engines, workers_with_a_unit
+from actors.settings.resolve import with_devices
 from tests.actors.known_models import QWEN3_30B_A3B
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def offered(path: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(("path", "recipe"), [(CLOUD, RECIPE), (LOCAL, RECIPE), (IMAGE, LARGE)], ids=["cloud", "local", "image"])
 def test_it_has_the_gpus_and_units_that_the_recipe_asks_for(path: Path, recipe: Path) -> None:
-    config, nodes = derived(load_config(RunConfig, recipe, ["ray.address=auto", *ASKED.get(path, ())]), has_gpu=True), offered(path)
+    config, nodes = with_devices(load_config(RunConfig, recipe, ["ray.address=auto", *ASKED.get(path, ())]), has_gpu=True), offered(path)
     workers = config.rollout.most_workers
     assert sum(gpus for gpus, _ in nodes) >= gpus_asked(config, workers=workers)
     assert workers_with_a_unit([units for _, units in nodes], workers) == workers
@@ -113,7 +113,7 @@ def test_what_the_recipe_keeps_is_on_the_file_system_of_all_nodes() -> None:
 def test_its_shared_memory_holds_what_a_node_keeps_there() -> None:
     """The object store's versions, batches and answers, and the engines' buckets, as `plan` counts them: Docker gives 64 MB by itself, of
     which Ray's object store takes 95 %."""
-    cluster, config = content(IMAGE), derived(load_config(RunConfig, LARGE), has_gpu=True)
+    cluster, config = content(IMAGE), with_devices(load_config(RunConfig, LARGE), has_gpu=True)
     driver, learner, engines = hosts(ModelShape.of(QWEN3_30B_A3B), config, gpus_per_node=8, nodes=4)
     of_head, of_worker = (
         next(int(one[len("--shm-size=") : -1]) << 30 for one in cluster["docker"][f"{role}_run_options"] if one.startswith("--shm-size="))

@@ -64,10 +64,10 @@ def test_resume_takes_no_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "a: [1", "steps: 5\nmodel: models/none\n"])
 def test_resume_says_what_to_do_about_a_damaged_configuration(tmp_path: Path, content: str) -> None:
     """Its missing keys are not the user's to add: a recipe's remedy would be the wrong one."""
-    path = tmp_path / "config.yaml"
-    path.write_text(content)
+    (tmp_path / "config.yaml").write_text(content)
+    (path := tmp_path / "recipe.yaml").write_text(content)
     said = refused("train", "--resume", str(tmp_path))
-    assert said.startswith(f"evenkeel: {path}: ") and f"write it anew: evenkeel config RECIPE > {path}" in said
+    assert said.startswith(f"evenkeel: {path}: damaged") and "Put back a whole copy, or start a new run from its weights" in said
 
 
 # -- the recipe ------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_a_failed_start_can_be_started_again_and_resumed(recipe: Path, tmp_path:
     assert fails("train", str(recipe), "steps=7") == f"evenkeel: {REASON}"
     assert f"{run} held what a start that failed had left, without a step or a checkpoint: it is used anew" in capsys.readouterr().out
     assert fails("train", "--resume", str(run)) == f"evenkeel: {REASON}"
-    assert f"{run} has no checkpoint: starting from step 0 with its config.yaml" in capsys.readouterr().out
+    assert f"{run} has no checkpoint: starting from step 0 with its recipe.yaml" in capsys.readouterr().out
     assert RunFolder.view(run).read_config()["steps"] == 7
     errors = [event.text for event in RunFolder.view(run).read_events() if event.level == "error"]
     assert errors == [REASON] * 3, "the events of all three are kept"
@@ -71,7 +71,7 @@ def test_a_run_without_a_checkpoint_is_resumed_from_step_0(recipe: Path, tmp_pat
     assert f"holds a run already, and a new run would mix with it. Go on with it (--resume {run})" in fails("train", str(recipe))
     capsys.readouterr()
     assert fails("train", "--resume", str(run)) == f"evenkeel: {REASON}"
-    assert "starting from step 0 with its config.yaml; 2 lines of the steps before went to rewound.jsonl" in capsys.readouterr().out
+    assert "starting from step 0 with its recipe.yaml; 2 lines of the steps before went to rewound.jsonl" in capsys.readouterr().out
     assert len((run / "rewound.jsonl").read_text().splitlines()) == 2 and RunFolder.view(run).read_metrics() == []
 
 
@@ -131,10 +131,10 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
     from actors.part_carriers import WaitNotice
     from actors.record.observer import Observer
     from actors.record.terminal import TerminalView
-    from actors.settings.derived import derived
+    from actors.settings.resolve import with_devices
 
     folder = RunFolder.create(tmp_path / "run", "x")
-    observer = Observer(derived(load_config(RunConfig, RECIPE, []), has_gpu=False), folder, TerminalView(1, "x"))
+    observer = Observer(with_devices(load_config(RunConfig, RECIPE, []), has_gpu=False), folder, TerminalView(1, "x"))
     log = logging.getLogger("evenkeel.sync")
     with _log_as_events(observer):
         log.info("%s is up", "an engine")

@@ -1,8 +1,7 @@
 """An engine that stops answering, in a synchronous run with two real workers: nobody sends it weights, so only its heartbeat tells.
 
 Behaviours locked here: it is condemned long before any of its answers is late, its groups are sampled by the other worker and its
-replacement, the batch that needed them is trained, and the books hold every prompt once. Then a learner rank is stopped, until the wait for
-it has used half of its deadline: the stacks of all processes, and that it is stopped, are in the run's folder.
+replacement, the batch that needed them is trained, and the books hold every prompt once.
 """
 
 from __future__ import annotations
@@ -14,37 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from actors.record.stack_summary import newest_stack_summary
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-HEARTBEAT_S, STEP_S, GROUPS = 9, 60, 8
-
-
-def stop_the_learner(run: Run) -> None:
-    """Until half of its step's time is over: where everybody stands is in the folder, and the run goes on."""
-    (rank,) = run.pids("LearnerRankActor")
-    os.kill(rank, signal.SIGSTOP)
-    follows = "the stacks of all processes are written; it goes on"
-    recovery = Recovery(run, f"learner rank stopped for half of a step's deadline ({STEP_S} s)", follows)
-    run.wait_until(lambda: "half of the time for learner step" in run.events(), "half of the step's time to be over")
-    os.kill(rank, signal.SIGCONT)
-    recovery.wait()
-    title, *stands = newest_stack_summary(run.run_dir)
-    assert "half of the time for learner step" in title
-    told = {line.partition(" (process ")[0]: line for line in stands}
-    assert any("LearnerRankActor" in name and "state T (stopped)" in line for name, line in told.items()), stands
-    assert any("RolloutWorker" in name for name in told) and any("sglang::scheduler" in name for name in told), stands
+HEARTBEAT_S, GROUPS = 9, 8
 
 
 def test_a_frozen_engine_is_condemned_by_its_heartbeat_and_the_run_goes_on(small_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = ["max_staleness=0", "rollout.workers=2", f"groups_per_step={GROUPS}", "evaluation.problems=4", "checkpoint.every_steps=0"]
-    waits = [f"rollout.engine.deadlines.heartbeat_s={HEARTBEAT_S}", "rollout.engine.deadlines.generate_s=3000", "deadlines.batch_s=3000"]
-    waits.append(f"deadlines.step_s={STEP_S}")
+    waits = [f"rollout.engine.deadlines.heartbeat_s={HEARTBEAT_S}", "deadlines.tokens_per_s=0.05"]
     run = Run(run_dir, str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", "rollout.sampling.max_tokens=96", *words, *waits)
     try:
         run.wait_until(lambda: len(run.metrics()) >= 2 and "rollout 1 is up" in run.events(), "two workers and two steps")
@@ -55,7 +36,6 @@ def test_a_frozen_engine_is_condemned_by_its_heartbeat_and_the_run_goes_on(small
         recovery.wait()
         before = len(run.metrics())
         run.wait_until(lambda: len(run.metrics()) >= before + 3, "three more steps")
-        stop_the_learner(run)
         run.interrupt()
         assert run.wait() == 0, run.output()[-4000:]
         assert len(re.findall(r"rollout worker \d+ is gone", run.events())) == 1, run.events()

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.settings.derived import derived
 from actors.settings.environment import worker_environment
+from actors.settings.resolve import with_devices
 from correction.correct import defer
 from correction.engines.checksum import tensor_checksum
 from correction.engines.rendezvous import Rendezvous
@@ -73,7 +73,8 @@ JOIN_S = 60.0
 @pytest.fixture(scope="module", autouse=True)
 def several_processes_on_a_gpu() -> Iterator[None]:
     """The variables of a run that broadcasts weights, in this process and all that it starts."""
-    config = derived(load_config(RunConfig, ROOT / "recipes" / "qwen3_8b_8gpu.yaml", ["weight_sync.transport=broadcast"]), has_gpu=True)
+    recipe = load_config(RunConfig, ROOT / "recipes" / "qwen3_8b_8gpu.yaml", ["weight_sync.transport=broadcast"])
+    config = with_devices(recipe, has_gpu=True)
     variables = worker_environment(config) | {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():

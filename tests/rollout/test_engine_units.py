@@ -96,7 +96,7 @@ def test_checksum_sees_words_that_change_places() -> None:
 def test_a_context_is_decided_beside_settings_that_no_recipe_may_have() -> None:
     """evenkeel diff-engines gives its engine hooks, which a recipe may not name."""
     hooked = EngineConfig(device="cpu").model_copy(update={"engine_args": {"forward_hooks": []}}).with_context(64)
-    assert hooked.resolved_context == 64 and not hooked.is_given("context_length")
+    assert hooked.resolved_context == 64
 
 
 def test_arguments_on_a_cpu_and_on_cuda() -> None:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from actors.config import RunConfig
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 
 _START_S, _STEP_S, _END_S = 10.0, 7.0, 5.0
 """An undisturbed run's: faults begin while that would be under way, or an evaluation after it."""
@@ -121,7 +121,7 @@ def _config(
             },
         }
     )
-    return derived(config, has_gpu=False)
+    return with_devices(config, has_gpu=False)
 
 
 _FAULTS = {  # by kind: how often, how long

@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 from actors.cluster.hub import config_folder, model_folder, obstacle_here, outline_folder, pinned
 from actors.commands.cli import app
 from actors.commands.preparation import prepare
-from actors.commands.resume_point import find_resume_point, with_absolute_paths
+from actors.commands.recipe import read_recipe
+from actors.commands.resume_point import find_resume_point, recipe_as_kept, with_absolute_paths
+from actors.config import RunConfig
 from actors.hub_name import HubName
 from actors.record.run_folder import RunFolder
 from correction.errors import ConfigError, DataError
@@ -98,11 +100,13 @@ def test_a_run_keeps_its_commit_when_the_model_goes_on(server: StandInHub) -> No
 
 
 def test_a_resume_takes_the_recorded_commit_and_no_other(server: StandInHub, tmp_path: Path) -> None:
-    config = with_absolute_paths(pinned(recipe())[0])
+    read = read_recipe(RunConfig, RECIPE, [f"model={NAME}"])
+    config = pinned(with_absolute_paths(read.config))[0]
     with RunFolder.create(tmp_path / "run", "x") as folder:
+        folder.write_recipe(recipe_as_kept(read, config))
         folder.write_config(config)
         commit = server.repositories["models/acme/tiny"].commit({"config.json": b"{}"})
-        again, _ = find_resume_point(folder, [])
+        again = find_resume_point(folder, []).recipe.config
     assert again.model == config.model and commit not in str(again.model)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from actors.cluster.hub import pinned
 from actors.commands.preparation import check_inputs, outline
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 from correction.errors import EvenkeelError
 from rollout.config import HuggingFaceTask
 from rollout.tasks.rows import RowSource, read_dataset
@@ -88,7 +88,7 @@ def test_the_doctor_says_what_the_hub_lacks(server: StandInHub, monkeypatch: pyt
         ({"prompt_field": "text"}, ["acme/two [train]: none of its 2 rows can be used"]),
     ):
         words = [f"rollout.task={ {'kind': 'huggingface'} | DATA | wrong }", "rollout.reward.kind=math_verify", "model=hf:acme/bare"]
-        config = derived(recipe(*words), has_gpu=False)
+        config = with_devices(recipe(*words), has_gpu=False)
         lacking: list[EvenkeelError] = []
         check_inputs(config, outline(config)[0], lacking=lacking)
         for one, text in zip(lacking, ["the folder has no tokenizer", *said], strict=True):

@@ -18,7 +18,7 @@ from actors.driver.parts import worker_settings
 from actors.pool import workers
 from actors.processes.part_heartbeat import sequential_actor
 from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 from correction.errors import ConfigError
 from tests.actors.cases import prompt
 from tests.ray_sessions import leave_ray
@@ -43,7 +43,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.skipif(os.environ.get("CUDA_VISIBLE_DEVICES") == "", reason="Ray counts no GPUs while all are hidden")
 def test_a_rank_and_a_worker_share_one_gpu_and_each_looks_whether_it_has_it(one_gpu: None) -> None:
     """Both are placed, with 0.65 and 0.35 and no more, on GPU 0; there torch sees none, and each says so before it starts anything."""
-    config = derived(load_config(RunConfig, RECIPE, SHARES), has_gpu=True)
+    config = with_devices(load_config(RunConfig, RECIPE, SHARES), has_gpu=True)
     places = asyncio.run(reserve(config))
     rank = sequential_actor(LearnerRankActor).options(**places.options(0)).remote(config.learner, 0, bind="127.0.0.1")
     worker = workers.create("7", worker_settings(config, Path("none"), prompt(0))).actor

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.checkpoints.checkpoint_reader import ResumePoint
-from actors.commands.recipe import load_config
-from actors.commands.resume_point import find_resume_point, with_absolute_paths, with_settings
+from actors.commands.recipe import as_recipe, load_config
+from actors.commands.resume_point import find_resume_point, run_recipe, with_absolute_paths, with_settings
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 from actors.state.ledger import Ledger, outstanding_ids
 from actors.state.resume import TrainingState
 from learner.weights.file_sums import seal
@@ -45,7 +45,7 @@ def make_finished_run(base: Path) -> Path:
     with RunFolder.create(base / "run", "x") as folder, learner_on(model) as learner:
         devices = [f"{section}.device=cpu" for section in ("learner", "rollout.engine", "init.learner")]  # a run's folder has them decided
         config = load_config(RunConfig, RECIPE, [f"model={model}", "steps=9", "groups_per_step=1", *devices])
-        folder.write_config(with_absolute_paths(config))
+        give(folder, config)
         ledger = Ledger(folder.path / "ledger.jsonl")
         for step in (1, 2):
             folder.append_metrics(StepMetrics(step))
@@ -58,15 +58,34 @@ def make_finished_run(base: Path) -> Path:
     return base / "run"
 
 
+def give(folder: RunFolder, config: RunConfig) -> RunConfig:
+    """Have the folder hold this recipe, and what a machine without a GPU makes of it, apart from the model. Returns: the latter."""
+    config = with_absolute_paths(config)
+    folder.write_recipe(as_recipe(config))
+    folder.write_config(ran := with_devices(config, has_gpu=False))
+    return ran
+
+
+def give_words(folder: RunFolder, *overrides: str) -> RunConfig:
+    """The same with these settings in addition to what it was given."""
+    return give(folder, run_recipe(folder, overrides).config)
+
+
+def hasty(config: RunConfig, checkpoint_s: float = 0.1) -> RunConfig:
+    """The same with this deadline of a checkpoint, three times of which the run folder's disk has."""
+    return config.model_copy(update={"deadlines": config.deadlines.model_copy(update={"checkpoint_s": checkpoint_s})})
+
+
 def resumed(folder: RunFolder, overrides: Sequence[str], *, discard_queue: bool = False) -> ResumePoint:
     """Where a resume on a machine without a GPU goes on, once all that it runs with is derived."""
-    config, point = find_resume_point(folder, overrides)
-    assert point is not None
-    return with_settings(folder, point, derived(config, has_gpu=False), discard_queue=discard_queue)
+    found = find_resume_point(folder, overrides)
+    assert found.point is not None
+    config = with_devices(found.recipe.config, has_gpu=False)
+    return with_settings(folder, found.point, found.recipe, config, discard_queue=discard_queue)
 
 
 def keep_in_checkpoint(folder: RunFolder, config: RunConfig) -> None:
-    """Have the newest checkpoint hold these settings, as those that it was sampled with."""
+    """Have the newest checkpoint hold these settings, as those that it was sampled with. Args: config: resolved."""
     checkpoint = folder.checkpoints()[-1]
     (state_file,) = checkpoint.state.glob("controller.json")
     state_file.write_text(json.dumps(json.loads(state_file.read_text()) | {"settings": config.model_dump(mode="json")}))

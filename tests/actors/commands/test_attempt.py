@@ -16,11 +16,13 @@ import yaml
 from actors.cluster.address import NoClusterError
 from actors.commands import attempt, train
 from actors.commands.retries import AWAY, NOT_AGAIN
+from actors.config import RunConfig
 from actors.processes import driver_heartbeat, interrupts
 from actors.processes.disk_at_start import DiskLate
 from actors.processes.interrupts import NO_CLUSTER
 from actors.processes.output import refused_file
 from actors.record.run_folder import RunFolder
+from actors.settings.resolve import with_devices
 from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, LateError, LedgerError
 
 
@@ -89,8 +91,7 @@ def test_data_and_a_model_that_are_away_at_a_resume(
     attempted: Callable[..., Any], folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     """Whole looks of a resume: at the questions' file, at the reference policy, at the run's own checkpoints."""
-    path = folder.path / "config.yaml"
-    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    content: dict[str, Any] = yaml.safe_load(folder.recipe_path.read_text())
     if what == "data":
         content["rollout"]["task"] = {"kind": "file", "path": str(tmp_path / "rows.jsonl")}
     elif what == "model":
@@ -99,7 +100,8 @@ def test_data_and_a_model_that_are_away_at_a_resume(
     else:
         for checkpoint in folder.checkpoints():
             shutil.rmtree(checkpoint.hf)
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    folder.write_recipe(content)
+    folder.write_config(with_devices(RunConfig.model_validate(content), has_gpu=False))
     assert attempted() == AWAY
     file, gone = r"rollout\.task\.path = \S+rows\.jsonl: no such file", "model = .*gone: no such folder"
     assert re.search({"data": file, "model": gone}.get(what, "is not there"), capsys.readouterr().err)

@@ -333,3 +333,16 @@ def test_what_is_no_key_is_refused_as_such(recipe: Path, word: str) -> None:
 
 def test_a_key_below_a_value_is_refused_where_it_was_given(recipe: Path) -> None:
     assert problem(recipe, "steps.more=3") == "command line: steps.more = 3: steps is 5 there, no section"
+
+
+def test_explain_of_a_recipe_says_where_each_value_comes_from() -> None:
+    done = CliRunner().invoke(app, ["config", str(NANO), "learner.seed=5", "--explain"])
+    assert done.exit_code == 0, done.output
+    said = {line.partition(":")[0]: line.partition(": ")[2] for line in done.output.splitlines() if not line.startswith(" ")}
+    (number,) = (i for i, line in enumerate(NANO.read_text().splitlines(), 1) if line.startswith("steps:"))
+    assert said["learner.seed"] == "5   [command line]"
+    assert said["steps"].endswith(f"   [{NANO}:{number}]")
+    assert said["max_staleness"].endswith("]") and said["dynamic_sampling"] == "false   [default]"
+    assert "learner.dtype:   [derived when the run starts]" in done.output and "deadlines.step_s" not in done.output
+    one = CliRunner().invoke(app, ["config", str(NANO), "--section", "deadlines"]).output
+    assert one.startswith("deadlines.tokens_per_s: 5.0   [default]\n    Slowest rate") and "\nlearner" not in one

@@ -24,7 +24,7 @@ from actors.commands import train
 from actors.commands.preparation import prepare
 from actors.commands.questions import questions
 from actors.commands.recipe import load_config
-from actors.commands.resume_point import find_resume_point, run_config
+from actors.commands.resume_point import find_resume_point, run_recipe
 from actors.commands.train import train_run
 from actors.commands.train_arguments import run_dir_of
 from actors.config import RunConfig
@@ -33,17 +33,18 @@ from actors.doctor.facts import NodeFacts
 from actors.metrics.step_metrics import StepMetrics
 from actors.processes import disk_at_start
 from actors.processes.disk_at_start import DiskLate
+from actors.record.config_that_ran import config_that_ran
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.reports.run_doctor import diagnose_run, page
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 from correction.errors import DeadlineExceeded
 from learner.weights import file_sums
 from rollout.config import FileTask
 from tests.actors.commands.disk_clock import notice_first
+from tests.actors.commands.finished_run import give_words, hasty
 from tests.e2e.launch import RECIPE
 
-SHORT = "deadlines.checkpoint_s=0.1"
-AGAIN = r"When that disk answers again, do the same once more\. The deadline follows from deadlines.checkpoint_s and bytes_per_s"
+AGAIN = r"When that disk answers again, do the same once more\. The deadline follows from deadlines.bytes_per_s"
 
 
 @pytest.fixture(autouse=True)
@@ -92,13 +93,14 @@ def test_a_disk_that_hangs_is_told_and_ends_the_resume_in_a_sentence(
     monkeypatch.setattr(file_sums, "sum_of", sum_of)
     monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.2)
     what = "files of the newest checkpoint -> the run folder's disk"
+    folder.write_config(hasty(config_that_ran(folder), 0.3))
     try:
         with pytest.raises(DeadlineExceeded) as caught:
-            find_resume_point(folder, ["deadlines.checkpoint_s=0.3"])
+            find_resume_point(folder, ())
     finally:
         is_back.set()
     read = r"step_000002: 8e-06 of \S+ GB are read"
-    remedy = r"When that disk answers again, do the same once more\. The deadline follows from deadlines.checkpoint_s and bytes_per_s"
+    remedy = r"When that disk answers again, do the same once more\. The deadline follows from deadlines.bytes_per_s"
     assert re.fullmatch(rf"{re.escape(what)}: not done in 1 s \({read}\)\. {remedy}", str(caught.value)), str(caught.value)
     assert re.search(rf"^evenkeel: waiting 0 s for {re.escape(what)} \({read}\)$", capsys.readouterr().err, re.MULTILINE)
 
@@ -108,7 +110,7 @@ def test_a_disk_that_hangs_is_told_and_ends_the_resume_in_a_sentence(
 def test_a_disk_that_hangs_ends_the_look_at_the_model(folder: RunFolder, is_resumed: bool, name: str) -> None:
     """Also where a package reads the file that lets no other thread run meanwhile."""
     model = folder.checkpoints()[-1].hf
-    config = load_config(RunConfig, RECIPE, [f"model={model}", f"run_dir={folder.path}", SHORT])
+    config = hasty(load_config(RunConfig, RECIPE, [f"model={model}", f"run_dir={folder.path}"]))
     which = "the run folder's disk" if is_resumed else "the disk of the model or that of the run"
     with hanging(model / name):
         look = partial(prepare, config, resumed_from=model if is_resumed else None)
@@ -122,7 +124,7 @@ def test_a_disk_that_hangs_ends_the_look_at_earlier_steps(
     what = "the lines of earlier steps -> the run folder's disk"
     notice_first(monkeypatch, what)
     with hanging(folder.path / name):
-        config = derived(run_config(folder, [SHORT]), has_gpu=False)
+        config = hasty(with_devices(run_recipe(folder, ()).config, has_gpu=False))
         run = partial(train._run_in, folder, config, None, [], None)  # type: ignore[arg-type]
         assert_ends_in_a_sentence(run, what)
     assert re.search(rf"^warning: waiting \d+ s for {what}$", capsys.readouterr().out, re.MULTILINE)
@@ -143,7 +145,7 @@ def test_a_disk_that_hangs_ends_the_look_at_the_nodes(folder: RunFolder, where: 
         monkeypatch.setattr(Path, "write_text", hangs)
     monkeypatch.setattr(gather, "_sees_both_ways", hangs)
     joins = where in ("a file for the nodes", "a node's file")
-    config = derived(run_config(folder, [SHORT, *["ray.address=auto"] * joins]), has_gpu=False)
+    config = hasty(with_devices(run_recipe(folder, ["ray.address=auto"] * joins).config, has_gpu=False))
     observer: Any = SimpleNamespace(waiting=lambda notice: told.append(str(notice)))
     view: Any = SimpleNamespace(compare_with=lambda _: None)
     what = {
@@ -166,7 +168,7 @@ def test_a_disk_that_hangs_ends_the_look_at_the_nodes(folder: RunFolder, where: 
 @pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
 def test_a_disk_that_hangs_ends_the_resume_of_a_complete_run(folder: RunFolder, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it looks whether it is complete, or as it writes the report that is missing."""
-    folder.write_config(run_config(folder, ["steps=2", "deadlines.checkpoint_s=0.7"]))
+    folder.write_config(hasty(give_words(folder, "steps=2"), 0.7))
     folder.append_evaluation(StepMetrics(2))
     folder.close()
     with ExitStack() as later:
@@ -190,7 +192,7 @@ def test_a_checkpoint_has_the_time_of_its_bytes() -> None:
 def test_a_disk_that_hangs_ends_the_command_lines_look_at_the_settings(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is imported, and with `--retries` in the process that starts the others."""
     monkeypatch.setattr(disk_at_start, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))
-    with hanging(folder.path / "config.yaml"):
+    with hanging(folder.recipe_path):
         assert_ends_in_a_sentence(lambda: run_dir_of(None, [], folder.path), "the run's settings -> the run folder's disk")
 
 
@@ -226,7 +228,7 @@ def test_a_checkpoint_that_the_disk_does_not_give_now_is_waited_for(folder: RunF
         find_resume_point(folder, ())
     assert caught.value.filename == f"{newest.hf}/model.safetensors" and "before it, move it away" in caught.value.__notes__[0]
     monkeypatch.undo()
-    _, point = find_resume_point(folder, ())
+    point = find_resume_point(folder, ()).point
     assert point is not None and point.checkpoint == newest
 
 

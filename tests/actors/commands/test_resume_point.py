@@ -14,8 +14,8 @@ import pytest
 
 from actors.checkpoints.checkpoint_reader import ResumePoint, take_back
 from actors.commands import train
-from actors.commands.recipe import RecipeKeys, load_config
-from actors.commands.resume_point import find_resume_point, run_config, with_absolute_paths
+from actors.commands.recipe import load_config
+from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.commands.train import train_run
 from actors.config import RunConfig
 from actors.driver.rollback import Rollbacks
@@ -23,12 +23,13 @@ from actors.metrics.step_metrics import StepMetrics
 from actors.record.metric_views import TensorBoardView, open_views
 from actors.record.run_folder import RunFolder
 from actors.reports.run_doctor import EVALUATION, REPORT, left_after_training
+from actors.settings.resolve import with_devices
 from actors.state.json_lines import JsonLines, last_step
 from actors.state.resume import OtherVersionError, open_ledger
 from correction.errors import ConfigError, DataError
 from learner.weights.file_sums import seal
 from tests.actors.cases import prompt
-from tests.actors.commands.finished_run import keep_in_checkpoint, resumed, state
+from tests.actors.commands.finished_run import give_words, keep_in_checkpoint, resumed, state
 from tests.e2e.launch import RECIPE
 from tests.failures.measured import Measured
 from tests.learner.test_file_sums import flip
@@ -40,17 +41,12 @@ def asks(texts: Callable[[int], str] = lambda position: prompt(position).text) -
 
 
 def resume(folder: RunFolder, *overrides: str, task: Any = None) -> tuple[RunConfig, ResumePoint, list[tuple[str, str]]]:
-    config, point = find_resume_point(folder, overrides)
-    assert point is not None
-    keys = RecipeKeys.read(RunConfig, folder.path / "config.yaml", overrides)
-    point, said = train._made_ready(folder, config, point, task or asks(), keys, is_new=False)
+    found = find_resume_point(folder, overrides)
+    assert found.point is not None
+    config = with_devices(found.recipe.config, has_gpu=False)
+    point, said = train._made_ready(folder, found.recipe, config, found.point, task or asks(), is_new=False)
     assert point is not None
     return config, point, said
-
-
-def test_a_former_name_on_the_command_line_of_a_resume_is_told(folder: RunFolder) -> None:
-    _, _, said = resume(folder, "learner.fixed_order=false")
-    assert ("warning", "command line: learner.fixed_order is called learner.batch_invariant now") in said
 
 
 def cut(path: Path) -> None:
@@ -150,21 +146,35 @@ def test_a_whole_folder_needs_no_warning(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("kept", [0.2, 0.5, 0.7])
-def test_a_cut_configuration_is_refused(folder: RunFolder, kept: float) -> None:
-    """Cut between two keys it is valid YAML, whose missing keys would be defaults. (`init`, the last section, is not for training.)"""
-    path = folder.path / "config.yaml"
+def test_a_cut_recipe_is_refused(folder: RunFolder, kept: float) -> None:
+    """Cut between two keys it is valid YAML, whose missing keys would be defaults."""
+    path = folder.recipe_path
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[: int(kept * len(lines))]))
-    with pytest.raises(ConfigError, match=rf"{path}: damaged, it ends before the key init.*evenkeel config RECIPE > {path}"):
+    with pytest.raises(ConfigError, match=rf"{path}: damaged, it doesn't end with the line `\.\.\.`"):
         find_resume_point(folder, ())
 
 
-@pytest.mark.parametrize("content", [b"", bytes(300), b"steps: [", b"\xff\xfe\x00", b"- a\n- b\n", b"word"])
-def test_a_configuration_that_is_none_is_refused(folder: RunFolder, content: bytes) -> None:
+NO_YAML = [b"", bytes(300), b"steps: [", b"\xff\xfe\x00", b"- a\n- b\n", b"word"]
+
+
+@pytest.mark.parametrize("content", NO_YAML)
+def test_a_recipe_that_is_none_is_refused(folder: RunFolder, content: bytes) -> None:
+    for damaged in (content, content + b"\n...\n"):
+        folder.recipe_path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=str(folder.recipe_path)):
+            find_resume_point(folder, ())
+
+
+@pytest.mark.parametrize("content", NO_YAML)
+def test_a_damaged_config_yaml_is_written_anew(folder: RunFolder, content: bytes) -> None:
+    """It says what ran; recipe and checkpoint have all that a resume needs."""
+    keep_in_checkpoint(folder, give_words(folder))
     path = folder.path / "config.yaml"
+    before = path.read_text()
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"{path}: .*evenkeel config RECIPE > {path}$"):
-        find_resume_point(folder, ())
+    _, point, said = resume(folder)
+    assert (point.checkpoint.step, said, path.read_text()) == (2, [], before)
 
 
 def test_settings_that_differ_are_told_in_one_line(folder: RunFolder) -> None:
@@ -205,7 +215,7 @@ def test_at_the_last_step_a_resume_does_what_is_left(
         raise BegunError
 
     monkeypatch.setattr(train, "prepare", prepare)
-    folder.write_config(run_config(folder, ["steps=2"]))
+    give_words(folder, "steps=2")
     if lacks != EVALUATION:
         folder.append_evaluation(StepMetrics(2))
     if lacks == "nothing":
@@ -264,8 +274,8 @@ def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFold
 
 def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: RunFolder) -> None:
     """It has written its settings into the folder; the next one has the same words, or none, and the groups are the old ones."""
-    keep_in_checkpoint(folder, run_config(folder, ()))
-    folder.write_config(run_config(folder, ["rollout.sampling.temperature=0.7"]))
+    keep_in_checkpoint(folder, give_words(folder))
+    give_words(folder, "rollout.sampling.temperature=0.7")
     with pytest.raises(ConfigError, match=r"rollout.sampling.temperature \(1.0 -> 0.7\): 1 finished group of"):
         resumed(folder, ())
     point = resumed(folder, (), discard_queue=True)
@@ -273,7 +283,7 @@ def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: R
 
 
 OF_ENGINES = [
-    *("deadlines.generate_s=99", "weight_group_backend=gloo", "weight_group_timeout_s=30"),
+    *("deadlines.heartbeat_s=99", "weight_group_backend=gloo"),
     *("threads=2", "prefix_cache=false", "log_level=info"),
 ]
 SPARING = ["workers=2", "slots=5", "reward.processes=3", "overlong.kind=mask", *(f"engine.{one}" for one in OF_ENGINES)]
@@ -296,14 +306,14 @@ def test_other_data_than_the_runs_are_refused(folder: RunFolder) -> None:
 
 def test_the_reference_policy_has_to_be_there(folder: RunFolder, finished: Path, tmp_path: Path) -> None:
     """With a KL term alone; and where it has been moved to can be said."""
-    config = folder.path / "config.yaml"
-    config.write_text(config.read_text().replace(str(finished.with_name("model")), str(tmp_path / "gone")))
+    for path in (folder.recipe_path, folder.path / "config.yaml"):
+        path.write_text(path.read_text().replace(str(finished.with_name("model")), str(tmp_path / "gone")))
     find_resume_point(folder, ())
     find_resume_point(folder, ["correction.kl.coefficient=0.1", "correction.kl.anchor=behavior"])
     with pytest.raises(DataError, match=r"gone: no such folder.*reference policy.*model=FOLDER"):
         find_resume_point(folder, ["correction.kl.coefficient=0.1"])
     model = finished.with_name("model")
-    assert find_resume_point(folder, ["correction.kl.coefficient=0.1", f"model={model}"])[0].model == model
+    assert find_resume_point(folder, ["correction.kl.coefficient=0.1", f"model={model}"]).recipe.config.model == model
 
 
 def test_metrics_that_were_cut_are_told(folder: RunFolder) -> None:
@@ -331,7 +341,7 @@ def test_a_resume_keeps_no_numbers_of_earlier_steps(folder: RunFolder, monkeypat
 
 def test_a_return_to_a_checkpoint_in_the_running_driver_reads_no_earlier_lines(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run waits for it, and its own lines need no check."""
-    _, point = find_resume_point(folder, ())
+    point = find_resume_point(folder, ()).point
     folder.append_metrics(StepMetrics(3))
     monkeypatch.setattr(JsonLines, "steps", lambda _: pytest.fail("all lines are read"))
     monkeypatch.setattr(JsonLines, "each", lambda *_: pytest.fail("all lines are read"))

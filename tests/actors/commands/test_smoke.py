@@ -13,7 +13,7 @@ from actors.commands.recipe import load_config
 from actors.commands.smoke import cut_config, make_model, smoke_run
 from actors.config import RunConfig
 from actors.doctor.start_checks import check_on_paper
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 from correction.errors import DataError
 from learner.hf.hf_folder import read_json
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
@@ -52,7 +52,7 @@ def test_made_model_is_one_that_a_run_takes(tmp_path: Path, family: str, tie: bo
     whole = save_tiny_model(save_tiny_tokenizer(tmp_path / "whole"), family, tie=tie, num_hidden_layers=3)
     config = load_config(RunConfig, RECIPE, [f"model={tmp_path / 'cut'}", "rollout.reward={kind: reasoning_gym}"])
     make_model(tmp_path / "cut", whole, cut_config(read_json(whole / "config.json"), config))
-    _, facts = check_on_paper(derived(config, has_gpu=False))
+    _, facts = check_on_paper(with_devices(config, has_gpu=False))
     assert (facts.refused, facts.lacking, facts.shape.layers) == ((), (), 2)
     assert (tmp_path / "cut" / "tokenizer.json").read_bytes() == (whole / "tokenizer.json").read_bytes()
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "cut", dtype=torch.float32)

@@ -26,7 +26,7 @@ def test_an_answer_takes_a_quarter_of_a_small_context(tmp_path: Path, context: i
     """256 tokens do not fit into the 128 of a nano model; the rest is room for the question, less what SGLang keeps: 2 of the context, 7
     beyond a prompt."""
     model = folder(tmp_path, {"max_position_embeddings": context})
-    config, _ = task_config(model, "chain_sum", [], problems=7)
+    config = task_config(model, "chain_sum", [], problems=7)
     assert config.rollout.sampling.max_tokens == answer
     assert config.rollout.with_context(model_context(model)).longest_prompt == min(context - answer - 2, context - 7)
     assert (config.rollout.task.held_out_size, config.rollout.reward.kind) == (7, "reasoning_gym")
@@ -34,7 +34,7 @@ def test_an_answer_takes_a_quarter_of_a_small_context(tmp_path: Path, context: i
 
 def test_overrides_come_last(tmp_path: Path) -> None:
     model = folder(tmp_path, {"max_position_embeddings": 128})
-    config, _ = task_config(model, "chain_sum", ["rollout.sampling.max_tokens=100"], problems=7)
+    config = task_config(model, "chain_sum", ["rollout.sampling.max_tokens=100"], problems=7)
     assert config.rollout.sampling.max_tokens == 100
 
 
@@ -50,7 +50,7 @@ def test_a_folder_without_a_usable_config_is_left_to_who_reads_it(tmp_path: Path
 
 def test_a_recipe_keeps_its_own_sizes() -> None:
     recipe = Path(__file__).parents[3] / "recipes" / "nano_chain_sum.yaml"
-    config, _ = task_config(Path("models/none"), str(recipe), [], problems=9)
+    config = task_config(Path("models/none"), str(recipe), [], problems=9)
     assert (config.rollout.sampling.max_tokens, config.rollout.task.held_out_size, str(config.model)) == (8, 9, "models/none")
 
 
@@ -65,7 +65,7 @@ def test_the_model_of_a_run_and_of_a_checkpoint_is_found(tmp_path: Path) -> None
             checkpoint.hf.mkdir(exist_ok=True)
             (checkpoint.hf / "config.json").write_text("{}")
     first, newest = run.checkpoints()
-    assert meant_model(run.path) == (newest.hf, run.path / "config.yaml")
+    assert meant_model(run.path) == (newest.hf, run.path / "recipe.yaml")
     run.append_evaluation(StepMetrics(1, {"held_out/wilson_low": 0.4}))
     assert meant_model(run.path)[0] == first.hf
     assert meant_model(newest.path) == (newest.hf, None) and meant_model(newest.hf) == (newest.hf, None)

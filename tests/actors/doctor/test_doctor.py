@@ -20,7 +20,7 @@ from actors.doctor.on_nodes import on_nodes
 from actors.doctor.on_paper import enough, on_paper, stop_at_failures
 from actors.plan.layouts import Gpus
 from actors.plan.shape import ModelShape
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 from correction.errors import ConfigError
 from rollout.engine_settings.engine_capabilities import TESTED_SGLANG
 from tests.actors.known_models import QWEN3_06B, QWEN3_8B, QWEN3_30B_A3B, save_config
@@ -35,7 +35,7 @@ FLOAT8 = "rollout.engine.quantization=float8_block"
 
 
 def recipe(name: str, *overrides: str, has_gpu: bool = True) -> RunConfig:
-    return derived(load_config(RunConfig, RECIPES / f"{name}.yaml", overrides), has_gpu=has_gpu)
+    return with_devices(load_config(RunConfig, RECIPES / f"{name}.yaml", overrides), has_gpu=has_gpu)
 
 
 def eight(*overrides: str) -> RunConfig:

@@ -13,14 +13,14 @@ from actors.config import RunConfig
 from actors.doctor.facts import NodeFacts
 from actors.doctor.gather import PortListener, why_unreachable
 from actors.doctor.on_nodes import ports_are_open
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 BROADCAST = "weight_sync.transport=broadcast"
 
 
 def eight(*overrides: str) -> RunConfig:
-    return derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", overrides), has_gpu=True)
+    return with_devices(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", overrides), has_gpu=True)
 
 
 def node(**facts: Any) -> NodeFacts:
@@ -49,7 +49,7 @@ def test_a_port_is_needed_where_a_rank_or_an_engine_may_be(facts: dict[str, Any]
     closed = node(name="head", why_unreachable="10.0.0.1:40123: timed out", **facts)
     (found,) = ports_are_open([node(), closed], eight(BROADCAST))
     assert (found.severity, "It has no room for ranks or engines" in found.sentence) == (severity, severity == "warn")
-    on_cpus = derived(load_config(RunConfig, RECIPES / "nano_chain_sum.yaml", [BROADCAST]), has_gpu=False)
+    on_cpus = with_devices(load_config(RunConfig, RECIPES / "nano_chain_sum.yaml", [BROADCAST]), has_gpu=False)
     (on_cpu,) = ports_are_open([node(), closed], on_cpus)
     assert (on_cpu.severity == "fail") == (closed.cpus > 0)
 

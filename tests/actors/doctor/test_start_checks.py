@@ -20,7 +20,7 @@ from actors.doctor.on_paper import on_paper
 from actors.doctor.start_checks import check_on_paper
 from actors.plan.layouts import Gpus, layouts
 from actors.plan.shape import ModelShape
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 from correction.errors import ConfigError, DataError, EvenkeelError
 from learner.config import LearnerConfig
 from learner.hf.families import OBSTACLES, OTHER_MODEL
@@ -42,7 +42,7 @@ SCORED = "rollout.reward={kind: exact_match}"
 def test_a_resume_looks_at_the_folder_that_it_goes_on_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it has been copied, and wherever the resume is called: where a new run would be made is of no interest."""
     model = save_config(tmp_path, QWEN3_8B)
-    config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", ["run_dir=/nobodys/runs/one"]), has_gpu=False)
+    config = with_devices(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", ["run_dir=/nobodys/runs/one"]), has_gpu=False)
     monkeypatch.setattr("os.access", lambda *_: False)
     looked_at: list[Path] = []
     monkeypatch.setattr("shutil.disk_usage", lambda path: looked_at.append(Path(path)) or SimpleNamespace(free=1))
@@ -58,7 +58,7 @@ def test_names_of_modules_are_looked_for_where_a_reward_is_and_where_python_look
     (tmp_path / "socket.py").touch()
     monkeypatch.chdir(tmp_path)
     model = save_config(tmp_path, QWEN3_8B)
-    gym, own = (derived(load_config(RunConfig, recipe, []), has_gpu=False) for recipe in (RECIPES / "nano_spell_backward.yaml", SMALL))
+    gym, own = (with_devices(load_config(RunConfig, recipe, []), has_gpu=False) for recipe in (RECIPES / "nano_spell_backward.yaml", SMALL))
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert paper_facts(gym, model).taken_names == ()
     assert paper_facts(own, model).taken_names == (f"{tmp_path}/rollout.py", f"{tmp_path}/socket.py")
@@ -98,7 +98,7 @@ def test_gpus_without_kernels_are_refused_by_their_name_alone(command: str, tmp_
 def test_the_model_decides_whether_a_pair_s_optimizer_is_shared(model: dict[str, Any], is_shared: bool, tmp_path: Path) -> None:
     """Two tensor-parallel ranks hold the same experts, and of a dense model nothing twice."""
     words = [f"model={save_config(tmp_path, model)}", *["learner.data_parallel=1", "learner.expert_parallel=1"]]
-    config = derived(load_config(RunConfig, RECIPES / "qwen3_30b_a3b_4nodes.yaml", words), has_gpu=True)
+    config = with_devices(load_config(RunConfig, RECIPES / "qwen3_30b_a3b_4nodes.yaml", words), has_gpu=True)
     assert check_on_paper(config, meant=[H100])[0].learner.distributed_optimizer is is_shared
 
 
@@ -119,7 +119,7 @@ def test_the_model_decides_whether_a_pair_s_optimizer_is_shared(model: dict[str,
 def test_of_gpus_that_aren_t_here(tmp_path: Path, model: dict[str, Any], overrides: str, said: str, setting: str) -> None:
     """From config.json alone."""
     words = [f"model={save_config(tmp_path, model)}", *overrides.split()]
-    config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", words), has_gpu=True)
+    config = with_devices(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", words), has_gpu=True)
     config, facts = check_on_paper(config, meant=[H100])
     found = [one for one in on_paper(facts, config) if one.severity == "fail" and said in one.sentence]
     assert [setting in one.setting for one in found] == [True], facts.refused
@@ -208,7 +208,7 @@ def test_of_a_run_on_this_machine(
     """In the words in which `train` would refuse it, and apart from them what to change."""
     model = without(tmp_path / "model", whole, pattern, **options)
     config = load_config(RunConfig, SMALL, [f"model={model}", f"run_dir={tmp_path}", SCORED, *overrides])
-    config_of_run, facts = check_on_paper(derived(config, has_gpu=False))
+    config_of_run, facts = check_on_paper(with_devices(config, has_gpu=False))
     with pytest.raises(EvenkeelError, match=said) as stopped:
         prepare(config)
     (refusal,) = (*facts.refused, *facts.lacking)
@@ -220,7 +220,7 @@ def test_of_a_run_on_this_machine(
 def test_a_folder_without_weights_and_tokenizer_and_a_task_without_rows_are_each_named(tmp_path: Path, whole: Path) -> None:
     model = without(tmp_path / "model", whole, "[!c]*")
     config = load_config(RunConfig, SMALL, [f"model={model}", SCORED, "rollout.task={kind: file, path: none.jsonl}"])
-    config, facts = check_on_paper(derived(config, has_gpu=False))
+    config, facts = check_on_paper(with_devices(config, has_gpu=False))
     (failed,) = [one.sentence for one in on_paper(facts, config) if one.severity == "fail"]
     lacking: list[EvenkeelError] = []
     assert check_inputs(config, model, lacking=lacking).task is None
@@ -230,7 +230,7 @@ def test_a_folder_without_weights_and_tokenizer_and_a_task_without_rows_are_each
 
 def test_nothing_is_said_of_a_whole_folder_and_the_run_gets_what_train_resolves(whole: Path, tmp_path: Path) -> None:
     config = load_config(RunConfig, SMALL, [f"model={whole}", f"run_dir={tmp_path}", SCORED, "true_on_policy=true"])
-    config, facts = check_on_paper(derived(config, has_gpu=False))
+    config, facts = check_on_paper(with_devices(config, has_gpu=False))
     assert facts.refused == facts.lacking == () and [one for one in on_paper(facts, config) if one.severity == "fail"] == []
     assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
 
@@ -240,7 +240,7 @@ def test_the_context_is_decided_by_the_model_s_folder_and_a_longer_one_is_refuse
     words = [f"model={whole}", f"run_dir={tmp_path}", SCORED]
     of_model = ModelShape.read(whole).context
     for given, found in (("null", of_model), ("100", 100)):
-        config = derived(load_config(RunConfig, SMALL, [*words, f"rollout.engine.context_length={given}"]), has_gpu=False)
+        config = with_devices(load_config(RunConfig, SMALL, [*words, f"rollout.engine.context_length={given}"]), has_gpu=False)
         config, _ = check_on_paper(config)
         engine = config.rollout.engine
         assert (engine.resolved_context, engine.sglang_arguments("m", 0)["context_length"]) == (found, found)
@@ -249,7 +249,7 @@ def test_the_context_is_decided_by_the_model_s_folder_and_a_longer_one_is_refuse
     longer = [f"rollout.engine.context_length={of_model + 1}"]
     for more, said in ((longer, "more than the model's context"), ([f"rollout.sampling.max_tokens={of_model}"], "no room for a prompt")):
         context = [] if more is longer else ["rollout.engine.context_length=null"]
-        config = derived(load_config(RunConfig, SMALL, [*words, *context, *more]), has_gpu=False)
+        config = with_devices(load_config(RunConfig, SMALL, [*words, *context, *more]), has_gpu=False)
         told = [one.sentence for one in on_paper(*reversed(check_on_paper(config))) if one.severity == "fail"]
         assert [said in one for one in told] == [True]
 
@@ -258,13 +258,13 @@ def test_doctor_judges_the_deadlines_that_the_run_will_have(tmp_path: Path, whol
     """From the bytes of the weights in the folder, which no config.json tells. Without weights: from those that config.json means."""
     words = [f"run_dir={tmp_path}", "rollout.reward={kind: reasoning_gym}", "rollout.sampling.max_tokens=8", "deadlines.bytes_per_s=100"]
     config = load_config(RunConfig, SMALL, [*words, f"model={whole}"])
-    told, facts = check_on_paper(derived(config, has_gpu=False))
+    told, facts = check_on_paper(with_devices(config, has_gpu=False))
     runs, _, _ = prepare(config)
     assert (told.deadlines, told.rollout.engine.deadlines) == (runs.deadlines, runs.rollout.engine.deadlines)
     size = sum(path.stat().st_size for path in whole.glob("*.safetensors"))
     assert told.rollout.engine.deadlines.update_s == pytest.approx(120 + size / 100)
     bare = load_config(RunConfig, SMALL, [*words, f"model={without(tmp_path / 'bare', whole, '*.safetensors')}"])
-    meant, _ = check_on_paper(derived(bare, has_gpu=False))
+    meant, _ = check_on_paper(with_devices(bare, has_gpu=False))
     assert meant.rollout.engine.deadlines.update_s == pytest.approx(120 + facts.shape.weight_bytes("bfloat16") / 100)
 
 
@@ -288,7 +288,7 @@ def test_no_layout_is_offered_that_the_learner_refuses() -> None:
 
 
 def test_a_reason_without_a_remedy_is_a_sentence_alone() -> None:
-    config = derived(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", []), has_gpu=True)
+    config = with_devices(load_config(RunConfig, RECIPES / "qwen3_8b_8gpu.yaml", []), has_gpu=True)
     refused = (DataError("it can't be; so it is. Really"), DataError("it is so", remedy="do this"), ConfigError("a; b", remedy="Set c: d"))
     facts = PaperFacts(ModelShape.of(QWEN3_8B), (H100.memory,), refused=refused)
     found = [(one.sentence, one.setting) for one in on_paper(facts, config)]

@@ -124,7 +124,7 @@ def test_a_disk_that_hangs_on_the_way_back_ends_the_run_in_a_sentence(monkeypatc
         finally:
             is_back.set()
 
-    follows = r"When that disk answers again, a resume goes on from the last checkpoint\. The deadline follows from deadlines.checkpoint_s$"
+    follows = r"When that disk answers again, a resume goes on from the last checkpoint\. The deadline follows from deadlines.bytes_per_s$"
     with pytest.raises(DeadlineExceeded, match=rf"^{what} -> the run folder's disk: not done in 0 s\. {follows}"):
         asyncio.run(scenario())
     disk.close(within_s=60.0)

@@ -17,7 +17,7 @@ from actors.plan.hosts import PACKED, checkpoint_bytes, traffic
 from actors.plan.layouts import Gpus, layouts
 from actors.plan.memory import engine_memory, head_bytes, layer_activations, rank_memory, state_bytes
 from actors.plan.shape import ModelShape
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 from correction.correct import correct
 from correction.engines.float8 import in_float8
 from correction.errors import ConfigError, DataError
@@ -176,7 +176,7 @@ def test_what_the_ranks_share() -> None:
 
 
 def recipe(name: str, model: Path, *overrides: str, has_gpu: bool = True) -> RunConfig:
-    return derived(load_config(RunConfig, RECIPES / f"{name}.yaml", [f"model={model}", *overrides]), has_gpu=has_gpu)
+    return with_devices(load_config(RunConfig, RECIPES / f"{name}.yaml", [f"model={model}", *overrides]), has_gpu=has_gpu)
 
 
 def test_an_engine_s_gpu(tmp_path: Path) -> None:

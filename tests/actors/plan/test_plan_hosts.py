@@ -32,8 +32,8 @@ from actors.plan.hosts import (
 from actors.plan.layouts import Gpus
 from actors.plan.memory import engine_memory
 from actors.plan.shape import ModelShape
-from actors.settings.derived import derived
 from actors.settings.environment import OF_SERVICE
+from actors.settings.resolve import with_devices
 from correction.correct import correct
 from rollout.wide_fields import fields_of, split_wide_fields
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B
@@ -47,7 +47,7 @@ DENSE, EXPERTS = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B_A3B)
 
 
 def recipe(name: str, *overrides: str) -> RunConfig:
-    config = derived(load_config(RunConfig, RECIPES / f"{name}.yaml", overrides), has_gpu=True)
+    config = with_devices(load_config(RunConfig, RECIPES / f"{name}.yaml", overrides), has_gpu=True)
     return config.model_copy(update={"rollout": config.rollout.with_context(DENSE.context)})
 
 
@@ -78,7 +78,7 @@ def test_wide_fields_are_as_large_as_what_holds_them() -> None:
     assert wide_bytes(DENSE, topk, id_bytes=8) == 20 * (8 + 4) and wide_bytes(DENSE, recipe("qwen3_8b_8gpu")) == 0
     (light,) = split_wide_fields(wide_group(ticket))[0].trajectories[:1]
     assert light.route_keys is not None and light.route_keys.itemsize * len(light.route_keys) == 4 * len(one.prompt_ids)
-    assert key_bytes(EXPERTS, routed) == 4 * prompt_tokens(routed) and key_bytes(DENSE, topk) == 0
+    assert key_bytes(EXPERTS, routed) == 4 * prompt_tokens(EXPERTS, routed) and key_bytes(DENSE, topk) == 0
 
 
 def seen(what: str, tokens: int, environment: dict[str, str]) -> list[float]:
@@ -146,7 +146,7 @@ def test_several_nodes_have_a_role_each() -> None:
     folder, whole = 2 * EXPERTS.parameters, checkpoint_bytes(EXPERTS, config)
     assert learner.parts["copy for a checkpoint"] == (whole - folder) // 2 + folder
     assert engines.parts["versions fetched to the object store"] == 2 * folder
-    tokens, keys = batch_tokens(config), key_bytes(EXPERTS, config)
+    tokens, keys = batch_tokens(EXPERTS, config), key_bytes(EXPERTS, config)
     assert driver.parts["correction service"] == tokens * (2 * 8 + 3 * 34 + DIAGNOSED) + 5 * keys, "keys stand for routes"
     assert driver.parts["batches in the object store"] == 2 * (tokens * 34 + keys) and keys == 4 * (tokens - 1024 * 16384)
     routes, waiting = 48 * 8, config.max_staleness + 1
@@ -175,4 +175,4 @@ def test_on_one_node_wide_fields_lie_in_the_object_store_once() -> None:
     config = recipe("qwen3_8b_8gpu", "correction.preset=dppo-topk-kl")
     (whole,) = dense("correction.preset=dppo-topk-kl")
     in_store = sum(size for what, size in whole.parts.items() if "wide fields" in what and "object store" in what)
-    assert in_store == (config.max_staleness + 1) * batch_tokens(config) * 20 * (4 + 4)
+    assert in_store == (config.max_staleness + 1) * batch_tokens(EXPERTS, config) * 20 * (4 + 4)

@@ -21,7 +21,7 @@ from actors.metrics.step_metrics import StepMetrics
 from actors.record.observer import Observer
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView
-from actors.settings.derived import derived
+from actors.settings.resolve import with_devices
 from correction.early_warning.monitor import Event, State
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
@@ -50,7 +50,7 @@ class Seen:
 def observe(folder: RunFolder, totals: dict[str, float] | None = None) -> Seen:
     screen = io.StringIO()
     view = TerminalView(10, "a run", console=Console(file=screen, width=200))
-    observer = Observer(derived(load_config(RunConfig, RECIPE), has_gpu=False), folder, view, totals)
+    observer = Observer(with_devices(load_config(RunConfig, RECIPE), has_gpu=False), folder, view, totals)
     observer._endpoint._own = MetricsEndpoint("controller", "0")
     observer._endpoint._open.callback(observer._endpoint._own.close)
     return Seen(observer, folder, screen)

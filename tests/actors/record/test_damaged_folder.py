@@ -12,7 +12,7 @@ import pytest
 
 from actors.carriers import ScatterSample
 from actors.commands.recipe import load_config
-from actors.commands.resume_point import run_config
+from actors.commands.resume_point import run_recipe
 from actors.commands.retries import Reached
 from actors.config import RunConfig
 from actors.metrics.step_metrics import StepMetrics
@@ -138,7 +138,7 @@ CONFIGS = [
 def test_a_damaged_configuration_is_refused_in_one_sentence(tmp_path: Path, content: str) -> None:
     folder = run_folder(tmp_path / "run")
     (folder.path / "config.yaml").write_text(content)
-    for read in (diagnose_run, write_report, lambda folder: run_config(folder, ())):
+    for read in (diagnose_run, write_report):
         with pytest.raises(ConfigError, match=r"config\.yaml: (not valid YAML|steps = )") as caught:
             read(folder)
         assert "\n" not in str(caught.value)
@@ -157,7 +157,7 @@ def test_a_configuration_that_the_disk_doesn_t_give_now_is_no_wrong_one(
     monkeypatch.setattr("io.open", fail)
     config = folder.path / "config.yaml"
     for read, path in (
-        (folder.read_config, config), (lambda: run_config(folder, ()), config), (lambda: load_config(RunConfig, RECIPE), RECIPE)
+        (folder.read_config, config), (lambda: run_recipe(folder, ()), folder.recipe_path), (lambda: load_config(RunConfig, RECIPE), RECIPE)
     ):
         with pytest.raises(OSError, match=os.strerror(number)) as caught:
             read()

@@ -10,8 +10,8 @@ import pytest
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.record.probe_watch import ProbeWatch
-from actors.settings.derived import derived
 from actors.settings.probe_limits import ProbeLimits
+from actors.settings.resolve import with_devices
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_cause_is_told_once_and_another_one_too() -> None:
 def test_engines_in_float8_may_differ_more(differences: list[float], is_told: bool) -> None:
     recipe = Path(__file__).parents[3] / "recipes" / "qwen3_30b_a3b_4nodes.yaml"
     run = load_config(RunConfig, recipe, ["rollout.engine.quantization=float8_block"])
-    run = derived(run, has_gpu=True)
+    run = with_devices(run, has_gpu=True)
     assert (ProbeWatch(ProbeLimits.of_run(run)).add("0", 1, differences) is not None) is is_told
 
 

@@ -28,6 +28,7 @@ from actors.reports import run_doctor
 from actors.reports.run_doctor import RECENT_STEPS, LinesRead, check_ledger, diagnose_run
 from learner.weights import file_sums
 from tests.actors.commands.disk_clock import notice_first
+from tests.actors.commands.finished_run import hasty
 from tests.actors.commands.test_resume_disk import hanging
 from tests.actors.reports.test_run_doctor import RECIPE, run_folder
 
@@ -48,7 +49,7 @@ def test_a_disk_that_hangs_is_told_and_ends_the_look_at_a_run(
 ) -> None:
     folder = run_folder(tmp_path / "run", steps=2, saved=2)
     folder.append_evaluation(StepMetrics(0))
-    folder.write_config(load_config(RunConfig, RECIPE, ["steps=2", "deadlines.checkpoint_s=0.1"]))
+    folder.write_config(hasty(load_config(RunConfig, RECIPE, ["steps=2"])))
     monkeypatch.setattr(disk_at_start, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))  # before the run's own are known
     notice_first(monkeypatch, what)
     named = rf"{what} -> the run folder's disk"

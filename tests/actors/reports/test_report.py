@@ -97,10 +97,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, pictures: list[Plot]) -> 
 @pytest.mark.parametrize(
     ("learner", "engine", "model", "usual"),
     [
-        ("{derived: {dtype: float32}}", "{device: cpu}", {"model_type": "llama"}, 1e-10),
+        ("{dtype: float32}", "{device: cpu}", {"model_type": "llama"}, 1e-10),
         ("{dtype: bfloat16}", "{device: cpu}", {"model_type": "llama"}, 8e-3),
-        ("{derived: {dtype: bfloat16}}", "{device: cuda}", {"model_type": "llama"}, 1e-3),
-        ("{derived: {dtype: bfloat16}}", "{device: cuda}", {"model_type": "qwen3_moe", "num_experts": 8}, 1e-1),
+        ("{dtype: bfloat16}", "{device: cuda}", {"model_type": "llama"}, 1e-3),
+        ("{dtype: bfloat16}", "{device: cuda}", {"model_type": "qwen3_moe", "num_experts": 8}, 1e-1),
         ("{dtype: bfloat16, routing_replay: rollout}", "{device: cuda}", {"model_type": "qwen3_moe", "num_experts": 8}, 1e-3),
         ("{dtype: float16}", "{device: cuda}", {"model_type": "llama"}, None),
     ],

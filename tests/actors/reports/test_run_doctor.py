@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from actors.commands.cli import app
-from actors.commands.recipe import load_config
+from actors.commands.recipe import as_recipe, load_config
 from actors.config import DeadlinesConfig, RunConfig
 from actors.metrics.step_metrics import StepMetrics
 from actors.part_carriers import WaitNotice
@@ -20,14 +20,16 @@ from actors.record.run_event import EventKind, RunEvent
 from actors.record.run_folder import RunFolder
 from actors.reports import run_doctor
 from actors.reports.run_doctor import LedgerCheck, RunDiagnosis, RunState, diagnose_run, page
-from actors.settings.deadlines import with_deadlines
+from actors.settings.resolve import with_deadlines
 
 RECIPE = Path(__file__).parents[3] / "recipes/nano_spell_backward.yaml"
 
 
 def run_folder(path: Path, *, steps: int = 4, done: int = 2, saved: int | None = None) -> RunFolder:
     folder = RunFolder.create(path, "x")
-    folder.write_config(load_config(RunConfig, RECIPE, [f"steps={steps}"]))
+    config = load_config(RunConfig, RECIPE, [f"steps={steps}"])
+    folder.write_recipe(as_recipe(config))
+    folder.write_config(config)
     lines = []
     for step in range(1, done + 1):
         totals = {"groups/trained_total": 2 * step, "groups/discarded_total": 0}
@@ -53,7 +55,7 @@ def test_the_folder_is_read_with_the_deadlines_that_the_run_had(tmp_path: Path) 
 def test_settings_that_a_resume_would_refuse_are_told(tmp_path: Path) -> None:
     """The rest of the page is there all the same."""
     folder = run_folder(tmp_path / "run", saved=1)
-    path = folder.path / "config.yaml"
+    path = folder.recipe_path
     path.write_text(path.read_text().replace("tokens_per_s: 5.0", "tokens_per_s: -3.0"))
     found = after(folder)
     (line,) = (number for number, text in enumerate(path.read_text().splitlines(), 1) if "tokens_per_s: -3.0" in text)
@@ -65,10 +67,10 @@ def test_settings_that_a_resume_would_refuse_are_told(tmp_path: Path) -> None:
 def test_settings_that_contradict_each_other_are_told(tmp_path: Path) -> None:
     """Each is right by itself; a resume would be refused all the same."""
     folder = run_folder(tmp_path / "run", saved=1)
-    path = folder.path / "config.yaml"
+    path = folder.recipe_path
     written = yaml.safe_load(path.read_text())
     written["learner"]["batch_invariant"] = True
-    path.write_text(yaml.safe_dump(written, sort_keys=False))
+    folder.write_recipe(written)
     assert after(folder).refused.startswith(f"{path}: learner.batch_invariant: true with true_on_policy: false: ")
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 
+from actors.commands.config_explain import inner_models
 from actors.commands.init_model import read_record
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.settings.keys import inner_models
-from actors.settings.true_on_policy import resolved
+from actors.settings.resolve import with_equal_operators
 from correction.config import CorrectionConfig
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
@@ -113,13 +113,14 @@ def test_batch_arithmetic(overrides: str, sentence: str) -> None:
 
 
 def test_a_run_config_survives_its_own_file(tmp_path: Path) -> None:
-    """What a run writes down, a resume reads: equal to the last field, presets and unions included."""
+    """What a run writes down is read again: equal to the last field, presets and unions included."""
+    from actors.record.config_that_ran import config_that_ran
     from actors.record.run_folder import RunFolder
 
     config = small("correction.preset=icepop", "run_dir=" + str(tmp_path / "run"))
     with RunFolder.create(tmp_path / "run", "x") as folder:
         folder.write_config(config)
-    assert load_config(RunConfig, tmp_path / "run" / "config.yaml") == config
+        assert config_that_ran(folder) == config
 
 
 @pytest.mark.parametrize(
@@ -192,8 +193,8 @@ def test_replaying_the_proximal_forwards_routing_needs_that_forward() -> None:
 
 
 def test_the_engines_tell_their_routing_where_it_is_replayed() -> None:
-    assert resolved(small("learner.routing_replay=rollout")).rollout.engine.return_routed_experts
-    assert not resolved(small()).rollout.engine.return_routed_experts
+    assert with_equal_operators(small("learner.routing_replay=rollout"), {}).rollout.engine.return_routed_experts
+    assert not with_equal_operators(small(), {}).rollout.engine.return_routed_experts
 
 
 def test_a_balancing_loss_with_a_late_factor_is_refused() -> None:

@@ -11,8 +11,8 @@ import pytest
 from actors.commands.preparation import decide_devices
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.settings.derived import derived, with_engine_types, with_optimizer
 from actors.settings.devices import check_types
+from actors.settings.resolve import ModelFacts, with_devices, with_engine_types, with_model
 from correction.errors import ConfigError
 from learner.config import LearnerConfig
 from rollout.engine_settings.engine_config import EngineConfig
@@ -26,7 +26,7 @@ def config(overrides: str = "") -> RunConfig:
 
 def test_a_cpu_keeps_what_it_always_had() -> None:
     plain = config()
-    found = derived(plain, has_gpu=False)
+    found = with_devices(plain, has_gpu=False)
     assert (found.learner.device, found.learner.dtype) == ("cpu", "float32")
     assert (found.rollout.engine.device, found.rollout.engine.dtype) == ("cpu", "float32")
     assert found.rollout.engine.weight_group_backend == "gloo"
@@ -40,12 +40,11 @@ def test_a_gpu_gets_bfloat16_on_both_sides_and_sizes_that_suit_it() -> None:
     recipe = RunConfig.model_validate(config("learner.data_parallel=2").model_dump(exclude={"learner", "rollout"}) | {
         "learner": {"data_parallel": 2}, "rollout": config().rollout.model_dump(exclude={"engine"}),
     })  # fmt: skip
-    found = derived(recipe, has_gpu=True)
+    found = with_devices(recipe, has_gpu=True)
     learner, engine = found.learner, found.rollout.engine
     assert (learner.device, learner.dtype, engine.device, engine.dtype) == ("cuda", "bfloat16", "cuda", "bfloat16")
-    assert (learner.distributed_optimizer, learner.tokens_per_microbatch, engine.max_running_requests) == (True, 8192, 256)
+    assert (learner.tokens_per_microbatch, engine.max_running_requests) == (8192, 256)
     assert engine.with_context(4096).sglang_arguments("m", 0)["dtype"] == "bfloat16"
-    assert derived(config("learner.data_parallel=1"), has_gpu=True).learner.distributed_optimizer is False
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_a_gpu_gets_bfloat16_on_both_sides_and_sizes_that_suit_it() -> None:
     ],
 )
 def test_layers_are_decided_here_unless_it_depends_on_what_is_installed(recipe: str, has_gpu: bool, layers: str) -> None:
-    assert derived(config(recipe), has_gpu=has_gpu).learner.layers == layers
+    assert with_devices(config(recipe), has_gpu=has_gpu).learner.layers == layers
 
 
 def open_learner(**given: Any) -> RunConfig:
@@ -67,7 +66,7 @@ def open_learner(**given: Any) -> RunConfig:
     recipe = config()
     rollout = recipe.rollout.model_dump(exclude={"engine"})
     fields = recipe.model_dump(exclude={"learner", "rollout"}) | {"learner": given, "rollout": rollout}
-    return derived(RunConfig.model_validate(fields), has_gpu=True)
+    return with_devices(RunConfig.model_validate(fields), has_gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -84,34 +83,31 @@ def open_learner(**given: Any) -> RunConfig:
 def test_an_optimizer_is_shared_where_ranks_hold_the_same_experts_too(given: dict[str, Any], of_experts: bool, of_dense: bool) -> None:
     """Whether there are experts is the model's to say, and is known later than the devices."""
     for has_experts, wanted in ((True, of_experts), (False, of_dense)):
-        found = with_optimizer(open_learner(**given), has_experts=has_experts)
+        found = with_model(open_learner(**given), ModelFacts({}, 0, has_experts=has_experts))
         assert found.learner.distributed_optimizer is wanted
-        assert with_optimizer(found, has_experts=has_experts) == found
-    if "distributed_optimizer" not in given:
-        assert not found.learner.is_given("distributed_optimizer")
 
 
 def test_what_the_recipe_says_stays_also_where_it_is_the_default() -> None:
     given = "learner.data_parallel=2 learner.distributed_optimizer=false learner.tokens_per_microbatch=2048 learner.dtype=float16"
-    found = derived(config(f"{given} rollout.engine.max_running_requests=64"), has_gpu=True)
+    found = with_model(with_devices(config(f"{given} rollout.engine.max_running_requests=64"), has_gpu=True), ModelFacts({}, 0))
     assert (found.learner.distributed_optimizer, found.learner.tokens_per_microbatch) == (False, 2048)
     assert (found.rollout.engine.max_running_requests, found.rollout.engine.dtype) == (64, "float16")
 
 
 def test_once_decided_nothing_changes_any_more() -> None:
-    """A resumed run computes on the devices that its config.yaml names, whatever machine resumes it; the rest follows from them again."""
-    once = derived(config("learner.data_parallel=2"), has_gpu=True)
-    assert derived(once, has_gpu=False) == once
-    assert derived(RunConfig.model_validate(once.model_dump()), has_gpu=False) == once
+    """What is resolved has plain values, which stay whatever machine reads them."""
+    once = with_devices(config("learner.data_parallel=2"), has_gpu=True)
+    assert with_devices(once, has_gpu=False) == once
+    assert with_devices(RunConfig.model_validate(once.model_dump()), has_gpu=False) == once
 
 
 def test_a_worker_with_a_part_of_a_gpu_has_an_engine_with_that_part_of_its_memory() -> None:
     """Sized on its node (correction/engines/gpu_share.py); a fraction that is given stays."""
-    shared = derived(config("rollout.gpus_per_worker=0.4"), has_gpu=True).rollout.engine
+    shared = with_devices(config("rollout.gpus_per_worker=0.4"), has_gpu=True).rollout.engine
     assert (shared.gpu_share, shared.memory_fraction) == (0.4, None)
-    assert derived(config(), has_gpu=True).rollout.engine.gpu_share == 1
+    assert with_devices(config(), has_gpu=True).rollout.engine.gpu_share == 1
     given = config("rollout.gpus_per_worker=0.4 rollout.engine.memory_fraction=0.2")
-    assert derived(given, has_gpu=True).rollout.engine.memory_fraction == 0.2
+    assert with_devices(given, has_gpu=True).rollout.engine.memory_fraction == 0.2
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ def test_a_worker_with_a_part_of_a_gpu_has_an_engine_with_that_part_of_its_memor
 )
 def test_a_gpu_refuses_what_its_kernels_cant_do(overrides: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        derived(config(overrides), has_gpu=True)
+        with_devices(config(overrides), has_gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +139,7 @@ def test_an_engine_without_a_run_has_the_types_of_a_run_s(overrides: str, has_gp
     alone = with_engine_types(plain, has_gpu=has_gpu)
     engine = alone.rollout.engine
     assert (engine.device, engine.dtype) == found
-    assert engine.dtype == derived(plain, has_gpu=has_gpu).rollout.engine.dtype
+    assert engine.dtype == with_devices(plain, has_gpu=has_gpu).rollout.engine.dtype
     decided = {"device", "dtype", "weight_group_backend", "layers"}
     assert engine.model_dump(exclude=decided) == plain.rollout.engine.model_dump(exclude=decided) and alone.learner == plain.learner
     with pytest.raises(ConfigError, match=r"rollout\.engine\.dtype = float32 with device = cuda"):
@@ -160,15 +156,15 @@ def test_an_engine_without_a_run_has_the_operators_of_a_run_s(switch: str, has_g
 def test_layers_for_gpus_wait_for_the_device_to_be_known() -> None:
     """A driver without a GPU may start a run on a cluster that has them."""
     wanted = config("learner.layers=transformer_engine")
-    assert derived(wanted, has_gpu=True).learner.layers == "transformer_engine"
+    assert with_devices(wanted, has_gpu=True).learner.layers == "transformer_engine"
     with pytest.raises(ConfigError, match="learner: layers = transformer_engine: dtype = float32"):
-        derived(wanted, has_gpu=False)
+        with_devices(wanted, has_gpu=False)
 
 
 def test_a_float32_learner_on_a_cpu_feeds_no_engine_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="float32 with device = cuda"):
-        derived(config("learner.device=cpu rollout.engine.device=cuda"), has_gpu=True)
-    mixed = derived(config("learner.device=cpu learner.dtype=bfloat16 rollout.engine.device=cuda"), has_gpu=True)
+        with_devices(config("learner.device=cpu rollout.engine.device=cuda"), has_gpu=True)
+    mixed = with_devices(config("learner.device=cpu learner.dtype=bfloat16 rollout.engine.device=cuda"), has_gpu=True)
     check_types(mixed)
     assert mixed.rollout.engine.dtype == "bfloat16"
 
@@ -211,4 +207,4 @@ def test_a_part_is_given_what_is_decided_and_decides_nothing_itself() -> None:
     ):
         with pytest.raises(ConfigError, match=r"(learner|rollout\.engine)\.[a-z_]+ = auto, which nothing has decided"):
             read()
-    assert [name for name, value in derived(config(), has_gpu=True).rollout.engine.model_dump().items() if value == "auto"] == []
+    assert [name for name, value in with_devices(config(), has_gpu=True).rollout.engine.model_dump().items() if value == "auto"] == []

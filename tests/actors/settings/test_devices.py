@@ -13,7 +13,6 @@ from actors.commands.recipe import load_config
 from actors.config import RunConfig
 from actors.driver.parts import worker_settings
 from actors.pool import workers
-from actors.settings.derived import derived
 from actors.settings.devices import (
     check_devices,
     check_engine_device,
@@ -30,6 +29,7 @@ from actors.settings.devices import (
     workers_with_a_unit,
 )
 from actors.settings.environment import OF_BATCHES, learner_environment, worker_environment
+from actors.settings.resolve import with_devices
 from correction.engines.device_choice import KEPT_KERNELS
 from correction.errors import ConfigError
 from tests.actors.cases import prompt
@@ -42,7 +42,7 @@ TWO_RANKS = "rollout.gpus_per_worker=0.5 rollout.engine.tensor_parallel=2"
 
 def config(*overrides: str) -> RunConfig:
     """With the devices of a machine that has the GPUs that torch sees now."""
-    return derived(load_config(RunConfig, RECIPE, overrides), has_gpu=torch.cuda.is_available())
+    return with_devices(load_config(RunConfig, RECIPE, overrides), has_gpu=torch.cuda.is_available())
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -107,13 +107,13 @@ def test_an_engine_of_another_type_than_the_learners_is_refused(monkeypatch: pyt
     """It would refuse the first weights, after the start of everything."""
     gpus(monkeypatch, 0)
     with pytest.raises(ConfigError, match=said):
-        check_types(derived(config(*overrides.split()), has_gpu=False))
+        check_types(with_devices(config(*overrides.split()), has_gpu=False))
 
 
 @pytest.mark.parametrize("overrides", ["", "learner.dtype=float16", "learner.dtype=float16 rollout.engine.dtype=float16"])
 def test_equal_types_and_those_that_follow_the_learner_are_not(monkeypatch: pytest.MonkeyPatch, overrides: str) -> None:
     gpus(monkeypatch, 0)
-    check_types(derived(config(*overrides.split()), has_gpu=False))
+    check_types(with_devices(config(*overrides.split()), has_gpu=False))
 
 
 @pytest.mark.parametrize(
@@ -152,11 +152,11 @@ def test_every_reason_against_the_shares_is_told() -> None:
     """`doctor` and `plan` list them; a run stops at the first."""
     both = ("rollout.engine.engine_args.enable_nccl_nvls=true", "weight_sync.transport=broadcast")
     asked = load_config(RunConfig, RECIPE, [*TWO_RANKS.split(), "learner.gpus_per_rank=0.4", "learner.tensor_parallel=2", *both])
-    told = [error.reason for error in unfit_shares(derived(asked, has_gpu=True))]
+    told = [error.reason for error in unfit_shares(with_devices(asked, has_gpu=True))]
     starts = ("rollout.gpus_per_worker = 0.5", "rollout.engine.engine_args.enable", *["learner.gpus_per_rank = 0.4"] * 2, "weight_sync.tr")
     assert [reason.startswith(start) for reason, start in zip(told, starts, strict=True)] == [True] * 5, told
     with pytest.raises(ConfigError) as first:
-        check_devices(derived(asked, has_gpu=True))
+        check_devices(with_devices(asked, has_gpu=True))
     assert first.value.reason == told[0]
 
 

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
-from actors.commands.recipe import load_config
 from actors.config import OnDifference, RunConfig
 from actors.metrics.step_metrics import StepMetrics
-from actors.record.run_folder import RunFolder
-from actors.settings.derived import derived
-from actors.settings.true_on_policy import check_batch, compare_batch, metrics_of, raise_on_difference, resolved
+from actors.settings.resolve import with_devices, with_equal_operators
+from actors.settings.true_on_policy import check_batch, compare_batch, metrics_of, raise_on_difference
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
 from correction.decision import no_counts
@@ -36,36 +33,17 @@ def run_config(folder: Path, **changes: Any) -> RunConfig:
         "rollout": {"task": task, "reward": {"kind": "reasoning_gym"}},
         "true_on_policy": True,
     }
-    return derived(RunConfig.model_validate(recipe | changes), has_gpu=False)
+    return with_devices(RunConfig.model_validate(recipe | changes), has_gpu=False)
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    return with_equal_operators(config, json.loads((config.model / "config.json").read_text()))
 
 
 def test_the_switch_sets_both_sides(tmp_path: Path) -> None:
     config = resolved(run_config(tmp_path))
     assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
     assert config.rollout.engine.dtype == config.learner.dtype == "float32"
-
-
-def test_the_run_folder_shows_what_the_switch_has_set(tmp_path: Path) -> None:
-    """Not in the user's file: in that of the run, as a resume reads it."""
-    config = resolved(run_config(tmp_path, learner={"dtype": "bfloat16"}, run_dir=tmp_path / "run"))
-    with RunFolder.create(tmp_path / "run", "x") as folder:
-        folder.write_config(config)
-    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    learner, engine = written["learner"], written["rollout"]["engine"]
-    assert {side["derived"]["batch_invariant"] for side in (learner, engine)} == {True}
-    assert (learner["dtype"], engine["derived"]["dtype"]) == ("bfloat16", "bfloat16"), "the one is given, the other follows"
-    assert resumed(tmp_path / "run") == config
-    without = resumed(tmp_path / "run", "true_on_policy=false")
-    assert not without.learner.batch_invariant and not without.rollout.engine.batch_invariant
-    with RunFolder.open(tmp_path / "run") as folder:
-        folder.write_config(without)
-    again = resumed(tmp_path / "run", "true_on_policy=true")
-    assert again.learner.batch_invariant and again.rollout.engine.batch_invariant, "nothing of the resume without it has stayed"
-
-
-def resumed(folder: Path, *overrides: str) -> RunConfig:
-    """As a resume derives it from a run's folder."""
-    return resolved(derived(load_config(RunConfig, folder / "config.yaml", overrides), has_gpu=False))
 
 
 @pytest.mark.parametrize("side", ["learner", "rollout.engine"])
