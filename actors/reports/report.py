@@ -24,7 +24,7 @@ from actors.record.terminal import duration
 from actors.reports.report_plots import PLOTTED, draw_plots
 from actors.reports.step_columns import StepColumns, those_of
 from correction.diagnostics.quantities import Unit
-from correction.early_warning.reference_levels import ReferenceLevel
+from correction.early_warning.monitor import ReferenceLevel
 
 T = TypeVar("T")
 _MOST_EVENTS = 200

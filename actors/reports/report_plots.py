@@ -27,8 +27,7 @@ from actors.reports.colours import COLOURS
 from actors.reports.curve_points import MOST_POINTS, drawn_points, running_mean
 from actors.reports.step_columns import StepColumns
 from correction.diagnostics.quantities import Unit
-from correction.early_warning.monitor import Event, State
-from correction.early_warning.reference_levels import ReferenceLevel
+from correction.early_warning.monitor import Event, ReferenceLevel, State
 
 _LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
 _INK, _GRID = "#010203", "#040506"    # stand-ins for the page's own colours, which are put in afterwards

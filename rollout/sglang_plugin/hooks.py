@@ -19,9 +19,8 @@ from torch import Tensor
 from correction.engines import host_memory
 from correction.settings.base import dump_with_derived, read_with_derived
 from rollout.engine_settings.engine_config import EngineConfig
-from rollout.sglang_plugin.broadcast_arrival import received_in
 from rollout.sglang_plugin.mapped_memory import keep_mapped
-from rollout.sglang_plugin.weight_group import joined_in, leave
+from rollout.sglang_plugin.weight_group import joined_in, leave, received_in
 
 # Actions that the plugin adds to SGLang's request `check_weights`
 SPECS = "evenkeel.specs"

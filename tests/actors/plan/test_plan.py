@@ -25,8 +25,7 @@ from correction.engines.float8 import in_float8
 from correction.errors import ConfigError, DataError
 from learner.config import LearnerConfig
 from learner.hf.families import FAMILIES
-from learner.hf.hf_folder import read_config
-from learner.hf.model_check import expected_shapes
+from learner.hf.hf_folder import expected_shapes, read_config
 from learner.learner_rank import LearnerRank
 from learner.model.attention import RowLayout, pack
 from learner.model_fit import check_model, layout_obstacles, setting_obstacles
@@ -258,7 +257,7 @@ def test_a_version_is_sent_in_the_learner_s_type_and_costs_what_is_read_again(tm
     config, shape = recipe("qwen3_8b_8gpu", save_config(tmp_path, QWEN3_8B)), ModelShape.of(QWEN3_8B)
     moved = traffic(shape, config, cache_tokens=100_000)
     assert (moved.version, moved.recomputed_tokens) == (2 * shape.parameters, 100_000)
-    kept = recipe("qwen3_8b_8gpu", tmp_path, "rollout.engine.weight_update_mode=in_place")
+    kept = recipe("qwen3_8b_8gpu", tmp_path, "rollout.engine.weight_transfer_mode=in_place")
     assert traffic(shape, kept, cache_tokens=100_000).recomputed_tokens == 0
 
 

@@ -64,7 +64,7 @@ def test_the_command_says_in_words_what_it_has_in_numbers(tmp_path: Path) -> Non
     words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}"]
     found = json.loads(CliRunner().invoke(app, ["plan", *words, "--json"]).stdout)
     moved, engine = found["traffic"], found["engine"]
-    shown, kept = (printed(*words, *more) for more in ([], ["rollout.engine.weight_update_mode=in_place"]))
+    shown, kept = (printed(*words, *more) for more in ([], ["rollout.engine.weight_transfer_mode=in_place"]))
     assert moved["recomputed_tokens"] > 100_000 and moved["recompute_s"] > 1.0 and "read again" not in kept
     version, seconds = 2 * PARAMETERS, (2 * PARAMETERS / BUS + 2 * PARAMETERS / HOST_COPY, moved["pause_s"])
     (host,) = found["hosts"]
