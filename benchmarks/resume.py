@@ -146,7 +146,7 @@ def _answer(prompt: Prompt, version: int) -> Trajectory:
 
 def resume(run: Path) -> Resumed:
     """All that a resume does with the folder before it starts anything."""
-    from learner.hf.model_check import check_trainable
+    from learner.hf.hf_folder import check_trainable
     from learner.weights.checkpoint_files import check_readable  # noqa: F401 - it imports torch, as a resume does
 
     found = Resumed()

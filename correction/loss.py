@@ -9,7 +9,7 @@ before the optimizer step.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -41,28 +41,39 @@ from .terms.ratios import aggregate_log_ratio, bounded_exp
 from .terms.rejection import has_sign
 from .terms.segments import Segments, masked, where_finite
 
-PARTIALS = (
-    "policy_loss",
-    "kl_loss",
-    "entropy_loss",
-    "tokens",
-    "kept_tokens",
-    "broken_tokens",
-    "clipped_tokens",
-    "bounded_tokens",
-    "ratio",
-    "drift_k1",
-    "drift_k3",
-    "weight",
-    "entropy",
-    "kl",
-    "normalizer_weight",
-    "normalizer_units",
-    "original_count",
-    "kept_count",
-    "drift_tokens",
-)
-"""What the entries of PolicyLoss.partials are; all are sums over tokens or units, and add up over any split of a batch."""
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """What the entries of PolicyLoss.partials are; all are sums over tokens or units, and add up over any split of a batch."""
+
+    policy_loss: float
+    kl_loss: float
+    entropy_loss: float
+    tokens: float
+    kept_tokens: float
+    broken_tokens: float
+    clipped_tokens: float
+    bounded_tokens: float
+    ratio: float
+    drift_k1: float
+    drift_k3: float
+    weight: float
+    entropy: float
+    kl: float
+    normalizer_weight: float
+    normalizer_units: float
+    original_count: float
+    kept_count: float
+    drift_tokens: float
+
+    @classmethod
+    def of(cls, partials: Tensor) -> LossSums:
+        """Args: partials: [len(PARTIALS)]."""
+        return cls(*partials.tolist())
+
+
+PARTIALS = tuple(field.name for field in fields(LossSums))
+"""Names of the entries of PolicyLoss.partials, in order: the fields of LossSums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,22 +172,22 @@ def policy_scale(partials: Tensor, config: CorrectionConfig) -> float:
     1.0 unless the mean weight or the kept count was only known inside the training forward. The config refuses KL and entropy terms
     together with such a factor, so it may multiply the whole gradient.
     """
-    value = dict(zip(PARTIALS, partials.tolist(), strict=True))
+    sums = LossSums.of(partials)
     factor = late_normalizer(partials)
-    if value["kept_count"] > 0:
-        factor *= value["original_count"] / value["kept_count"]
+    if sums.kept_count > 0:
+        factor *= sums.original_count / sums.kept_count
     return factor
 
 
 def late_normalizer(partials: Tensor) -> float:
     """The part of `policy_scale` that is batch normalisation: factor on the importance weights; 1.0 where that was settled early."""
-    value = dict(zip(PARTIALS, partials.tolist(), strict=True))
-    return normalizer(value["normalizer_weight"], value["normalizer_units"])
+    sums = LossSums.of(partials)
+    return normalizer(sums.normalizer_weight, sums.normalizer_units)
 
 
 def broken_tokens(partials: Tensor) -> int:
     """Tokens of the loss mask with a value that is not finite, counted in each pass that the partials are of."""
-    return int(partials[PARTIALS.index("broken_tokens")])
+    return int(LossSums.of(partials).broken_tokens)
 
 
 def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]:
@@ -185,43 +196,43 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
     A batch that is gone through several times counts in every pass; `diagnose` looks at the first one. Warns of tokens that are left out
     as broken, and of a batch of which nothing is left.
     """
-    value = dict(zip(PARTIALS, partials.tolist(), strict=True))
-    scaled = value["policy_loss"] * policy_scale(partials, config)
-    metrics = {"loss": scaled + value["kl_loss"] + value["entropy_loss"], "policy_loss": scaled}
+    sums = LossSums.of(partials)
+    scaled = sums.policy_loss * policy_scale(partials, config)
+    metrics = {"loss": scaled + sums.kl_loss + sums.entropy_loss, "policy_loss": scaled}
     if config.kl.coefficient > 0:
-        metrics["kl_loss"] = value["kl_loss"]
-    trained = value["tokens"] + value["broken_tokens"]
+        metrics["kl_loss"] = sums.kl_loss
+    trained = sums.tokens + sums.broken_tokens
     if trained > 0:
-        metrics["clip_share"] = value["clipped_tokens"] / trained
-        metrics |= {"batch_kept_share": value["kept_tokens"] / trained, "batch_broken_tokens": value["broken_tokens"]}
-        _warn_of_what_is_left(value)
-    if value["drift_tokens"] > 0:
+        metrics["clip_share"] = sums.clipped_tokens / trained
+        metrics |= {"batch_kept_share": sums.kept_tokens / trained, "batch_broken_tokens": sums.broken_tokens}
+        _warn_of_what_is_left(sums)
+    if sums.drift_tokens > 0:
         drift = "batch_drift" if _moved(config) is Ratio.R else "batch_drift_from_behavior"
-        metrics |= {f"{drift}_{name}_kl": value[f"drift_{name}"] / value["drift_tokens"] for name in ("k1", "k3")}
-    if value["tokens"] > 0:
-        metrics["ratio_mean"] = value["ratio"] / value["tokens"]
-        if value["entropy"] != 0:
-            metrics["entropy"] = value["entropy"] / value["tokens"]
+        metrics |= {f"{drift}_k1_kl": sums.drift_k1 / sums.drift_tokens, f"{drift}_k3_kl": sums.drift_k3 / sums.drift_tokens}
+    if sums.tokens > 0:
+        metrics["ratio_mean"] = sums.ratio / sums.tokens
+        if sums.entropy != 0:
+            metrics["entropy"] = sums.entropy / sums.tokens
         if config.kl.coefficient > 0:
-            metrics["penalty_kl" if needs_reference_logprobs(config) else "anchor_kl"] = value["kl"] / value["tokens"]
-    if value["kept_tokens"] > 0:
+            metrics["penalty_kl" if needs_reference_logprobs(config) else "anchor_kl"] = sums.kl / sums.tokens
+    if sums.kept_tokens > 0:
         if config.objective.kind == "score" and (config.objective.lower is not None or config.objective.upper is not None):
-            metrics["bounded_share"] = value["bounded_tokens"] / value["kept_tokens"]
-        metrics["importance_weight_raw_mean"] = value["weight"] / value["kept_tokens"]
+            metrics["bounded_share"] = sums.bounded_tokens / sums.kept_tokens
+        metrics["importance_weight_raw_mean"] = sums.weight / sums.kept_tokens
     return metrics
 
 
-def _warn_of_what_is_left(value: dict[str, float]) -> None:
-    """Args: value: the partials of a batch with trained tokens, by name."""
-    broken = int(value["broken_tokens"])
+def _warn_of_what_is_left(sums: LossSums) -> None:
+    """Args: sums: of a batch with trained tokens."""
+    broken = int(sums.broken_tokens)
     if broken:
         warnings.warn(
-            f"correction: {broken} of {int(value['tokens']) + broken} trained tokens are left out of the loss, since a number of theirs is "
+            f"correction: {broken} of {int(sums.tokens) + broken} trained tokens are left out of the loss, since a number of theirs is "
             "not finite: of the training forward, unless correct() has named another. The loss is finite all the same; look at the "
             "gradient's norm before the optimizer step",
             stacklevel=3,
         )
-    if value["kept_tokens"] == 0:
+    if sums.kept_tokens == 0:
         why = "rejected, or left out as a number is not finite" if broken else "rejected"
         warnings.warn(f"correction: every token of the batch was {why}; its policy loss is 0. Skip the optimizer step", stacklevel=3)
 

@@ -18,11 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
-from correction.early_warning.reference_levels import levels_table
-from correction.early_warning.symptoms import SYMPTOMS
+from correction.early_warning.monitor import SYMPTOMS, levels_table
 from correction.presets.methods import presets_table
-from learner.hf.families import FAMILIES, OBSTACLES, SUPPORTED
-from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily
+from learner.hf.families import ATTENTION_NORM_AFTER, FAMILIES, INPUT_NORM, OBSTACLES, QKV_BIAS, SUPPORTED, ModelFamily
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS_PAGE = "docs/presets.md"

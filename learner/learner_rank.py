@@ -28,16 +28,28 @@ from correction.loss import broken_tokens, loss_metrics, policy_scale
 from learner import model_capture
 from learner.config import LearnerConfig
 from learner.hf import hf_folder
-from learner.hf.model_check import is_surplus_allowed
+from learner.hf.hf_folder import is_surplus_allowed
 from learner.model import model, parallel
 from learner.model.megatron import DistributedDataParallel
 from learner.results import Proximal, SkipReason, StepResult, StepValues
-from learner.training.abort import Abort
 from learner.training.logprobs import scaled_logits
-from learner.training.loss import correction_objective, supervised_objective
 from learner.training.optimizer import GuardedOptimizer, Update, mean_norms
-from learner.training.optimizer_steps import demonstration_batch, first_values, optimizer_steps, sequences_read, settled, uncorrected
-from learner.training.step import ObjectiveFunction, PassResult, attach_schedule, run_microbatches, train_step
+from learner.training.step import (
+    Abort,
+    ObjectiveFunction,
+    PassResult,
+    attach_schedule,
+    correction_objective,
+    demonstration_batch,
+    first_values,
+    optimizer_steps,
+    run_microbatches,
+    sequences_read,
+    settled,
+    supervised_objective,
+    train_step,
+    uncorrected,
+)
 from learner.weights import checkpoint, convert, export
 
 

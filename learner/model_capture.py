@@ -12,7 +12,7 @@ from torch import Tensor
 
 from correction.batch import PackedBatch
 from correction.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
-from learner.hf.model_family import HeadShape
+from learner.hf.families import HeadShape
 from learner.model.megatron import IdentityOp
 from learner.model.model import PolicyModel
 from learner.weights.convert import split_qkv
@@ -32,8 +32,8 @@ _OUTPUTS = {
     "mlp.linear_fc2": "down",
     "mlp.linear_fc2.norm": "feed_forward_norm",
 }
-"""Megatron's module in a layer -> operator whose output is its own; of a product with a norm after it (learner/model/norm.py) the product's
-is what enters the norm."""
+"""Megatron's module in a layer -> operator whose output is its own; of a product with a norm after it (learner/model/layers.py) the
+product's is what enters the norm."""
 _INPUTS = {
     "input_layernorm": ("residual",),
     "self_attention.core_attention": ("rotary_q", "rotary_k"),

@@ -14,8 +14,7 @@ from pathlib import Path
 from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
 from rollout.continuation import is_begun
-from rollout.engine.answer_thread import in_answer_thread
-from rollout.engine.engine import RolloutEngine
+from rollout.engine.engine import RolloutEngine, in_answer_thread
 from rollout.rewards.rewards import RewardPool
 from rollout.tasks.chat import ChatEncoder
 from rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup

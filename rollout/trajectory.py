@@ -18,7 +18,7 @@ class FinishReason(StrEnum):
     """Why sampling ended."""
 
     STOP = "stop"
-    """The model emitted a token that ends an answer (rollout/tasks/answer_ends.py)."""
+    """The model emitted a token that ends an answer (rollout/tasks/chat.py)."""
     LENGTH = "length"
     """Cut at max_tokens or at the context length."""
     ABORT = "abort"

@@ -77,7 +77,7 @@ def _read(checkpoint: Checkpoint, reading: Reading) -> tuple[TrainingState, list
 
     Raises: OtherVersionError; DataError naming the file that is missing or damaged.
     """
-    from learner.hf.model_check import check_trainable
+    from learner.hf.hf_folder import check_trainable
     from learner.weights.checkpoint_files import check_readable  # torch: seconds that a refusal of the settings doesn't need
 
     foreign = _verify(checkpoint, reading)

@@ -19,10 +19,8 @@ from correction.batch import PackedBatch
 from correction.engines.agreement import Agreement, compare
 from correction.engines.capture import FUSED, ORDER, Capture, OperatorGap, compare_captures
 from learner.config import LearnerConfig
-from learner.hf.families import trained_family
-from learner.hf.hf_folder import read_json
-from learner.hf.model_check import check_trainable
-from learner.hf.model_family import ATTENTION_NORM_AFTER, FEED_FORWARD_NORM, FEED_FORWARD_NORM_AFTER, INPUT_NORM, MEGATRON_LAYER
+from learner.hf.families import ATTENTION_NORM_AFTER, FEED_FORWARD_NORM, FEED_FORWARD_NORM_AFTER, INPUT_NORM, MEGATRON_LAYER, trained_family
+from learner.hf.hf_folder import check_trainable, read_json
 from learner.learner_rank import LearnerRank
 from rollout.engine import engine_capture
 from rollout.engine.engine import RolloutEngine

@@ -246,7 +246,7 @@ def _check_reference(config: RunConfig, checkpoint: Checkpoint) -> None:
     """
     if not config.needs_reference:
         return
-    from learner.hf.model_check import check_trainable, expected_shapes
+    from learner.hf.hf_folder import check_trainable, expected_shapes
 
     reference, has_weights = outline_folder(config.model)
     if not reference.exists():

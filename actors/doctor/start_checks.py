@@ -23,8 +23,7 @@ from actors.settings.deadlines import bytes_of
 from actors.settings.devices import check_devices, unfit_shares
 from actors.settings.resolve import ModelFacts, kept, refusals, with_devices, with_model
 from correction.errors import DataError, EvenkeelError
-from learner.hf.hf_folder import is_pretrained, read_config, read_json, shapes_of
-from learner.hf.model_check import check_trainable, check_weights
+from learner.hf.hf_folder import check_trainable, check_weights, is_pretrained, read_config, read_json, shapes_of
 from learner.hf.plain_config import is_plainly_trainable, plain_sizes
 
 

@@ -9,9 +9,8 @@ from actors.config import EarlyWarningConfig
 from actors.processes.event_level import EventLevel
 from actors.state.resume import Replacement
 from correction.config import CorrectionConfig
-from correction.early_warning.monitor import Event, State
+from correction.early_warning.monitor import SYMPTOMS, Event, State
 from correction.early_warning.replacement import breaks_at_an_alarm
-from correction.early_warning.symptoms import SYMPTOMS
 
 _NOT_EASED_BY_BOUNDS = {symptom.name for symptom in SYMPTOMS if not symptom.is_eased_by_bounds}
 

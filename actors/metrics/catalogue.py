@@ -20,8 +20,7 @@ from actors.metrics.kinds import gauge_of as _of
 from actors.metrics.kinds import histogram as _histogram
 from actors.metrics.kinds import score as _score
 from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
-from correction.early_warning.monitor import State
-from correction.early_warning.symptoms import SYMPTOMS
+from correction.early_warning.monitor import SYMPTOMS, State
 from learner.results import ParameterGroup, SkipReason
 
 _U, _R = Unit, Reduction
@@ -222,7 +221,7 @@ DIAGNOSTIC_PLACES: dict[str, str | None] = {
 }
 """Diagnostics with a place of their own in the catalogue, by their name in correction.diagnostics.quantities; None: a run doesn't show it:
 it has the loss's drift, over all passes, and STALENESS_PLACES, at steps that aren't diagnosed as well; and takes no answer without all
-of its logprobs (rollout/engine/sglang_answer.py)."""
+of its logprobs (rollout/engine/engine.py)."""
 STALENESS_PLACES = {
     "staleness_mean": "staleness/mean",
     "staleness_max": "staleness/max",

@@ -40,7 +40,7 @@ from typing import Any
 from actors.plan.shape import BYTES_OF, ModelShape
 from correction.engines.gpu_share import CONTEXT, LEAST_OF_CACHE, engine_budget, outside_cache
 from learner.config import LearnerConfig
-from learner.hf.model_family import FEED_FORWARD_NORM_AFTER, INPUT_NORM
+from learner.hf.families import FEED_FORWARD_NORM_AFTER, INPUT_NORM
 from rollout.config import RolloutConfig
 from rollout.engine_settings.engine_config import EngineConfig
 
@@ -206,7 +206,7 @@ def _gate_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) 
 def _after_gate_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> float:
     """The same of norms and attention. It is more where attention is much of a layer: the feed-forward part is free by then, or nearly.
 
-    A norm goes back in float32 (learner/model/norm.py; torch's kernel for it on a GPU takes less than is counted here): the gradient times
+    A norm goes back in float32 (learner/model/layers.py; torch's kernel for it on a GPU takes less than is counted): the gradient times
     its weight, what it had normalised, which float32 has kept, and their product. One before the feed-forward part also has the gradient
     that it was given, and its own output is free. One after it is the first of the layer to go back. Attention has the gradients of what
     it gave and of what it was given, and the residual's twice; free are the norm and the copy of its output that the product after it had
@@ -286,7 +286,7 @@ def _has_variable_length_kernel(config: LearnerConfig) -> bool:
 
 
 def _grouped_product_bytes(shape: ModelShape, config: LearnerConfig, rows: float) -> float:
-    """The backward pass of the experts' first product (learner/model/experts.py): gradients of what goes out and in, and the matrices of
+    """The backward pass of the experts' first product (learner/model/layers.py): gradients of what goes out and in, and the matrices of
     all experts of a rank in one piece, or their gradients; less what the gate had kept, which is free again. 0 where it is a loop.
 
     Args: rows: of all experts of the rank.

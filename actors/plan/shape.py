@@ -11,8 +11,7 @@ from typing import Any
 
 from correction.engines.float8_format import BLOCK
 from correction.errors import DataError, require_utf8
-from learner.hf.families import trained_family
-from learner.hf.model_family import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily, TensorLayout
+from learner.hf.families import ATTENTION_NORM_AFTER, INPUT_NORM, QKV_BIAS, ModelFamily, TensorLayout, trained_family
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 

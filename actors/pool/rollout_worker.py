@@ -27,9 +27,9 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError, SyncError
 from rollout.config import AnswerSampling
 from rollout.continuation import unanswered, unsampled
-from rollout.engine.answer_thread import in_answer_thread
+from rollout.engine.engine import in_answer_thread
 from rollout.engine.temporary_files import own_folder, remove
-from rollout.engine.weight_update import require_checksums
+from rollout.engine.weight_transfer import require_checksums
 from rollout.sampler import Sampler
 from rollout.stacks import register_stack_dump
 from rollout.trajectory import GroupFacts, Prompt, SyncReceipt, Trajectory, UnfinishedGroup, WorkerLoad

@@ -293,7 +293,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         """Logprobs of a fixed sequence at temperature 1, from its second token on; as RolloutEngine.score."""
         import torch
 
-        from learner.training.optimizer_steps import unsampled_batch
+        from learner.training.step import unsampled_batch
 
         ids, ends = torch.tensor(token_ids, dtype=torch.int64), torch.tensor([0, len(token_ids)])
         batch = unsampled_batch(ids, ends, torch.arange(len(ids)) > 0)

@@ -29,8 +29,7 @@ from actors.processes.output import UnfailingStream
 from actors.record import usual_mismatch
 from actors.record.run_event import LEVEL_OF_STATE
 from actors.record.run_folder import RunFolder
-from correction.early_warning.monitor import State
-from correction.early_warning.reference_levels import ReferenceLevel
+from correction.early_warning.monitor import ReferenceLevel, State
 from learner.results import SkipReason
 
 _EVENT_STYLE: dict[EventLevel, str] = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}

@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.config import RunConfig
 from actors.record.run_folder import RunFolder
-from correction.early_warning.reference_levels import ReferenceLevel, usual_level
+from correction.early_warning.monitor import ReferenceLevel, usual_level
 from correction.engines.expert_count import expert_count
 from correction.errors import EvenkeelError
 from learner.hf.hf_folder import read_json

@@ -28,8 +28,7 @@ from actors.carriers import ScatterSample
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.step_metrics import StepMetrics, by_worker, pass_at_most
 from correction.diagnostics.quantities import Unit
-from correction.early_warning.monitor import Event, State
-from correction.early_warning.reference_levels import ReferenceLevel
+from correction.early_warning.monitor import Event, ReferenceLevel, State
 
 COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
 """Of middle lightness: to be seen on a light and on a dark page."""

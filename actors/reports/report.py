@@ -23,7 +23,7 @@ from actors.record.slowest import slowest_rows
 from actors.record.terminal import duration
 from actors.reports.plots import PLOTTED, StepColumns, draw_plots, those_of
 from correction.diagnostics.quantities import Unit
-from correction.early_warning.reference_levels import ReferenceLevel
+from correction.early_warning.monitor import ReferenceLevel
 
 T = TypeVar("T")
 _MOST_EVENTS = 200

@@ -32,8 +32,7 @@ from correction.batch import CorrectedBatch, PackedBatch
 from correction.config import CorrectionConfig
 from correction.correct import correct, defer
 from correction.diagnostics.diagnose import clipped_tokens, diagnose, proximal_of, reference_kl
-from correction.early_warning.monitor import Monitor
-from correction.early_warning.symptoms import SYMPTOMS
+from correction.early_warning.monitor import SYMPTOMS, Monitor
 from correction.errors import LateError
 from correction.settings.schedule import needs_reference_logprobs
 from correction.terms.advantages import group_advantages

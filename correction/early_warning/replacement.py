@@ -19,7 +19,7 @@ from ..settings.schedule import needs_reference_logprobs, needs_topk
 P = TypeVar("P", bound=Settings)
 
 LARGEST_KL = 0.1
-"""Nats between engine and learner up to which a correction should hold: the end of what is published for runs (reference_levels.py)."""
+"""Nats between engine and learner up to which a correction should hold: the end of what is published for runs (LEVELS in monitor.py)."""
 _OF_THE_RUN = ("advantage", "kl", "missing", "entropy_coefficient")
 """What a run optimises, rather than how it is corrected: kept where the new preset says nothing about it."""
 

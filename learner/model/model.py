@@ -10,10 +10,9 @@ from torch import Tensor
 
 from correction.engines.operators import silu
 from learner.config import LearnerConfig
-from learner.hf.families import family_of, rope_scaling
-from learner.hf.model_family import QKV_BIAS, ExpertOptions, HeadShape
+from learner.hf.families import QKV_BIAS, ExpertOptions, HeadShape, family_of, rope_scaling
 from learner.model import layers
-from learner.model.experts import keep_no_routes
+from learner.model.layers import keep_no_routes
 from learner.model.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,

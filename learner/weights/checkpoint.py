@@ -37,9 +37,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from correction.errors import DataError
-from learner.hf.families import family_of
+from learner.hf.families import HeadShape, Rule, family_of
 from learner.hf.hf_folder import open_tensors
-from learner.hf.model_family import HeadShape, Rule
 from learner.hf.tensor_files import saving
 from learner.model.megatron import DistributedDataParallel, get_cuda_rng_tracker
 from learner.model.model import unwrap

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from correction.errors import DataError
+from learner.hf.families import HeadShape
 from learner.hf.hf_folder import open_tensors, read_json
-from learner.hf.model_family import HeadShape
 from learner.weights.file_sums import MANIFEST
 
 FORMAT = 2

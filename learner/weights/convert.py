@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from correction.errors import DataError
-from learner.hf.families import family_of
-from learner.hf.model_family import MEGATRON_LAYER, ModelFamily, Rule, TensorLayout
-from learner.hf.model_family import HeadShape as HeadShape
+from learner.hf.families import MEGATRON_LAYER, ModelFamily, Rule, TensorLayout, family_of
+from learner.hf.families import HeadShape as HeadShape
 
 if TYPE_CHECKING:  # the driver looks at the families, and must not import Megatron for that
     from learner.model.parallel import Placement

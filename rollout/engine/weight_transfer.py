@@ -1,6 +1,7 @@
-"""SGLang's protocol for new weights, step by step: pause, begin, buckets, end, continue.
+"""SGLang's protocol for new weights, step by step (pause, begin, buckets, end, continue), and what is checked on the way.
 
-Functions of SGLang's tokenizer manager (`manager`), the owner's half of the engine. Order, deadlines, failures: weight_update.py.
+`manager` is SGLang's tokenizer manager, the owner's half of the engine. Order, deadlines, failures: engine.py. SGLang answers success for
+an unknown name and dies of a wrong shape, so each bucket is checked before it is sent.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
 from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
 from correction.errors import SyncError
 from rollout.engine_settings.engine_config import UpdateMode
+from rollout.trajectory import SyncReceipt
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -231,3 +233,79 @@ def _raise_unless(answer: tuple[bool, str]) -> None:
     success, message = answer
     if not success:
         raise SyncError(message)
+
+
+# --- what is checked -------------------------------------------------------------------------------------------------
+
+
+def require_checksums(buckets: Iterable[WeightBucket], expected: Mapping[str, str]) -> None:
+    """Raises: SyncError naming the first tensor whose bytes are not those that the learner sent."""
+    for bucket in buckets:
+        for name, checksum in bucket.checksums().items():
+            if checksum != expected.get(name):
+                raise SyncError(f"{name} arrived with other bytes than the learner sent; the engine was not touched")
+
+
+class UpdateCheck:
+    """Follows one update's buckets: every tensor known, of the held shape and dtype, sent once, and none left out."""
+
+    def __init__(self, engine_name: str, version: int, held: Mapping[str, WeightSpec]) -> None:
+        self._place = f"{engine_name}: weights v{version}"
+        self._held = held
+        self._seen: set[str] = set()
+        self._buckets = 0
+        self._bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has been admitted."""
+        return not self._seen
+
+    def admit(self, specs: Iterable[WeightSpec]) -> None:
+        """Check one bucket. Raises: SyncError that names the tensor; nothing of the bucket may be sent then."""
+        specs = tuple(specs)
+        names = [spec.name for spec in specs]
+        for spec in specs:
+            held = self._held.get(spec.name)
+            if held is None:
+                raise SyncError(f"{self._place}: {spec.name} ({spec}): {self._why_unknown(spec.name)}")
+            if (spec.shape, spec.dtype) != (held.shape, held.dtype):
+                raise SyncError(
+                    f"{self._place}: {spec.name} is {spec}, the engine holds {held}. Export the weights in the engine's shapes and dtype"
+                )
+            if spec.name in self._seen or names.count(spec.name) > 1:
+                raise SyncError(f"{self._place}: {spec.name} comes twice in one update. Send each tensor once")
+        self._seen.update(names)
+        self._buckets += 1
+        self._bytes += sum(spec.nbytes for spec in specs)
+
+    def finish(self) -> None:
+        """Raises: SyncError if tensors are missing: an engine must not serve two versions at once."""
+        missing = sorted(self._held.keys() - self._seen)
+        if missing:
+            raise SyncError(
+                f"{self._place}: {len(missing)} of {len(self._held)} tensors were not sent, the first is {missing[0]}. "
+                "An update carries the whole model"
+            )
+
+    def require_all_ranks(self, version: int, receipts: Sequence[Mapping[str, str]]) -> None:
+        """SGLang's own answer is its first rank's. Args: receipts: of each rank (rollout.sglang_plugin.rank_receipts).
+
+        Raises: SyncError naming the first rank that has not loaded every bucket.
+        """
+        for rank, receipt in enumerate(receipts):
+            if receipt["failure"] or receipt["buckets"] != str(self._buckets) or receipt["version"] != str(version):
+                raise SyncError(
+                    f"rank {rank} of {len(receipts)} has loaded {receipt['buckets']} of {self._buckets} buckets and holds "
+                    f"v{receipt['version']}{': ' + receipt['failure'] if receipt['failure'] else ''}; the others are of no use without it"
+                )
+
+    def receipt(self, version: int, pause_s: float) -> SyncReceipt:
+        return SyncReceipt(version, self._bytes, pause_s)
+
+    def _why_unknown(self, name: str) -> str:
+        if name == "lm_head.weight":
+            return "the model ties its head to the embedding, so the engine holds model.embed_tokens.weight only. Leave the head out"
+        close = [held for held in self._held if held.rpartition(".")[0].endswith(name.rpartition(".")[0].rpartition(".")[2])]
+        hint = f", for example {close[0]}" if close else ""
+        return f"the engine holds no tensor of this name{hint}. Use the names of the model's Hugging Face folder"

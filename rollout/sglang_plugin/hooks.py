@@ -17,9 +17,8 @@ from torch import Tensor
 
 from correction.engines import host_memory
 from rollout.engine_settings.engine_config import EngineConfig
-from rollout.sglang_plugin.broadcast_arrival import received_in
 from rollout.sglang_plugin.mapped_memory import keep_mapped
-from rollout.sglang_plugin.weight_group import joined_in, leave
+from rollout.sglang_plugin.weight_group import joined_in, leave, received_in
 
 # Actions that the plugin adds to SGLang's request `check_weights`
 SPECS = "evenkeel.specs"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,8 +12,201 @@ from typing import Any
 
 from correction.errors import ConfigError, DataError, not_read
 from rollout.config import RolloutConfig, TaskConfig
-from rollout.tasks.answer_ends import CONFIGS, AnswerEnds, configured_ends
-from rollout.tasks.control_tokens import ControlTokens
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Control tokens come from the chat template alone: where a turn's text spells one, it stays text, and no question can forge a turn.
+#
+# Most texts spell none, and are encoded as transformers does it. For others the tokenizer gets a second name for each control token: the
+# template's are written by that name, and the text's own are encoded as any other text, with all that is round them.
+
+_NAME, _SPELT, _END = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Begin a second name, and what stands in place of a text's own control token; end of both. They are no characters."""
+
+
+class ControlTokens:
+    """Of one tokenizer: its special tokens, and what ends an answer."""
+
+    def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
+        """Args: tokenizer: of transformers. ends: see AnswerEnds.ids."""
+        added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+        self._tokenizer, self._ends = tokenizer, ends
+        # A letter or a word that is declared special is no control token: questions have it all the time.
+        special = {number: token for number, token in added.items() if token.special and not str(token).isalnum()}
+        special |= {number: added[number] for number in ends if number in added}
+        self._tokens = {str(token): (number, token) for number, token in special.items()}
+        self._texts = sorted(filter(None, self._tokens), key=len, reverse=True)  # of two that begin alike, the longer one is meant
+        self._pattern = re.compile("|".join(map(re.escape, self._texts)) or "(?!)")
+
+    def quoted(self, part: Any) -> tuple[Any, bool]:
+        """Turns, or a part of them, with what spells a control token replaced; and whether there was any.
+
+        Raises: DataError for a text that can't be told apart then.
+        """
+        found = False
+
+        def spelt(match: re.Match[str]) -> str:
+            nonlocal found
+            found = True
+            return f"{_SPELT}{self._texts.index(match[0])}{_END}"
+
+        def quote(text: str) -> str:
+            whole = self._pattern.sub(spelt, text)
+            if found and any(mark in text for mark in (_NAME, _SPELT, _END)):
+                raise DataError("it spells a control token of the model, and holds U+FDD0 to U+FDD2, which are no characters")
+            return whole
+
+        return _mapped(quote, part), found
+
+    def ids(self, rendered: str) -> tuple[int, ...]:
+        """Ids of the template's text of turns from `quoted`.
+
+        Raises: DataError if the tokenizer has no way to keep what is spelt apart.
+        """
+        written: set[int] = set()
+        names = 0
+
+        def named(match: re.Match[str]) -> str:
+            nonlocal names
+            names += 1
+            written.add(self._tokens[match[0]][0])
+            return f"{_NAME}{self._texts.index(match[0])}{_END}"
+
+        text = self._pattern.sub(named, rendered)
+        text = re.sub(f"{_SPELT}(\\d+){_END}", lambda match: self._texts[int(match[1])], text)
+        tokenizer, numbers = self._with_names
+        found = tokenizer.encode(text, add_special_tokens=False).ids
+        is_forged = bool({*written, *self._ends} & set(found))  # by merges of ordinary tokens
+        if is_forged or sum(token in numbers for token in found) != names:
+            raise DataError("it spells a control token of the model, which the model's tokenizer can't read as text")
+        return tuple(numbers.get(token, token) for token in found)
+
+    @cached_property
+    def _with_names(self) -> tuple[Any, dict[int, int]]:
+        """A tokenizer that knows control tokens by their second names alone; and whose they are: id -> id."""
+        from tokenizers import AddedToken, Tokenizer
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise DataError("it spells a control token of the model, and only tokenizers with a tokenizer.json can read that as text")
+        copy = Tokenizer.from_str(backend.to_str())
+        copy.no_truncation()
+        copy.no_padding()
+        copy.add_special_tokens([token for _, token in self._tokens.values()])
+        copy.encode_special_tokens = True
+        numbers = {}
+        for place, text in enumerate(self._texts):
+            number, token = self._tokens[text]
+            flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+            name = f"{_NAME}{place}{_END}"
+            copy.add_tokens([AddedToken(name, special=False, **flags)])
+            numbers[copy.token_to_id(name)] = number
+        return copy, numbers
+
+
+def _mapped(change: Callable[[str], str], part: Any) -> Any:
+    """All texts within a value of JSON changed, names of fields aside."""
+    match part:
+        case str():
+            return change(part)
+        case Mapping():
+            return {name: _mapped(change, value) for name, value in part.items()}
+        case list() | tuple():
+            return [_mapped(change, value) for value in part]
+        case _:
+            return part
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tokens that end an answer, and who names them: tokenizer, chat template, config.json, generation_config.json.
+#
+# An engine by itself knows those of the two configs alone. Many chat models have others: fine-tuned from a base model whose configs they
+# keep, or with a template that ends a turn with a token of its own.
+
+CONFIGS = ("config.json", "generation_config.json")
+"""Files of a model's folder that name end tokens, and all that an engine reads of them."""
+_TOKENIZER, _TEMPLATE = "tokenizer's eos_token", "chat template"
+_MESSAGE_ENDS = ("<|eom_id|>",)
+"""Llama's end of a message that calls a tool: templates show it with their own tools alone."""
+_TEXTS = ("evenkeel-question", "evenkeel-answer", "evenkeel-next")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnds:
+    """What ends an answer; the same for evaluations, filters, training, the overlong rule and demonstrations."""
+
+    sources: Mapping[int, tuple[str, ...]]
+    """By token id, who names it."""
+    of_turn: int | None
+    """The token with which a turn of the model ends, and a demonstration; None: nobody names one."""
+
+    @classmethod
+    def of(
+        cls, tokenizer: Any, render: Callable[[list[dict[str, str]]], str] | None, configured: Mapping[str, Sequence[int]]
+    ) -> AnswerEnds:
+        """
+        Args:
+            tokenizer: of transformers.
+            render: the chat template's text of some turns; None: prompts are made without one.
+            configured: what each of CONFIGS names.
+        """
+        sources: dict[int, list[str]] = {}
+        added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+        ids = {str(token): number for number, token in added.items()}
+        of_template = [] if render is None else list(_ends_of_turns(render, ids, tokenizer))
+        own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        of_messages = [ids[name] for name in _MESSAGE_ENDS if name in ids]
+        for name, tokens in {_TEMPLATE: of_template, _TOKENIZER: own, "vocabulary": of_messages, **configured}.items():
+            for token in tokens:
+                sources.setdefault(token, []).append(name)
+        return cls({token: tuple(names) for token, names in sorted(sources.items())}, next(iter([*of_template, *own, *sources]), None))
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(self.sources)
+
+    @property
+    def unknown_to_configs(self) -> dict[int, tuple[str, ...]]:
+        """Those of which the engine by itself would know nothing."""
+        return {token: names for token, names in self.sources.items() if not set(names) & set(CONFIGS)}
+
+    def without(self, response_ids: Sequence[int]) -> Sequence[int]:
+        """An answer without the token that ended it, if one did: what its text is made of. All other tokens were said."""
+        return response_ids[:-1] if len(response_ids) and response_ids[-1] in self.sources else response_ids
+
+
+def configured_ends(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The end tokens that each of CONFIGS in a model's folder names; a file that can't be read names none, which others complain of."""
+    return {name: tuple(dict.fromkeys(_named(folder / name))) for name in CONFIGS}
+
+
+def _named(path: Path) -> Iterator[int]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return
+    parts = [content, content.get("text_config")] if isinstance(content, dict) else []
+    for part in parts:
+        named = part.get("eos_token_id") if isinstance(part, dict) else None
+        yield from (token for token in (named if isinstance(named, list) else [named]) if type(token) is int and token >= 0)
+
+
+def _ends_of_turns(render: Callable[[list[dict[str, str]]], str], ids: Mapping[str, int], tokenizer: Any) -> Iterator[int]:
+    """The token that a template puts after an answer; where it puts none, those that begin a user's or a tool's turn after it, which is
+    what the model then says itself."""
+    question, answer, following = _TEXTS
+    asked = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for role in (None, "user", "tool"):
+        try:
+            text = render([*asked, {"role": role, "content": following}] if role else asked)
+        except Exception:  # a template may refuse tools, or any turns
+            continue
+        after = text.rpartition(answer)[2].partition(following)[0] if answer in text else ""
+        places = [(after.find(name), -len(name), token) for name, token in ids.items() if name.strip() and name in after]
+        if places and ((token := min(places)[2]) != tokenizer.bos_token_id or token == tokenizer.eos_token_id):
+            yield token
+            if role is None:
+                return
 
 
 def load_tokenizer(folder: Path | str) -> Any:

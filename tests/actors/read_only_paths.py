@@ -34,7 +34,7 @@ from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
 from learner.learner_rank import LearnerRank
 from learner.results import SplitLogprobs, StepValues
-from rollout.engine.weight_update import require_checksums
+from rollout.engine.weight_transfer import require_checksums
 from rollout.trajectory import Group, TopLogprobs
 from tests.actors.read_only_memory import read_only
 from tests.actors.service.service_scene import GROUPS, Learner, ServiceScene, answered, play, result_of

@@ -32,7 +32,7 @@ from benchmarks.sides import ROOT
 from correction.errors import ConfigError
 from lab.simulate.costs import AnswerLengths
 from lab.simulate.measured import recorded_lengths
-from rollout.engine.weight_update import require_checksums
+from rollout.engine.weight_transfer import require_checksums
 from tests.lab.test_simulate import LENGTHS, PROMPT, record
 
 LONG = [50, 60, 1990]

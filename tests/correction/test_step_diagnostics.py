@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from correction import CorrectionConfig, correct, defer, diagnose, loss_metrics, policy_loss
 from correction.batch import FinalDecision
 from correction.diagnostics.diagnose import clipped_tokens
-from correction.diagnostics.limits import LEAST_EFFECTIVE_TOKENS
+from correction.diagnostics.quantities import LEAST_EFFECTIVE_TOKENS
 from tests.correction.fixtures import random_batch
 
 MODERATE = settings(max_examples=25, deadline=None)

@@ -64,14 +64,14 @@ def other_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sca
 
 
 SWITCHED_OFF: dict[str, tuple[str, Callable[..., object], str]] = {
-    "norm": ("learner.model.norm.HFRMSNorm.forward", other_norm, "layers.0.norm"),
+    "norm": ("learner.model.layers.HFRMSNorm.forward", other_norm, "layers.0.norm"),
     "linear": (
-        "learner.model.batch_invariant.BatchInvariantColumnLinear._forward_impl",
+        "learner.model.layers.BatchInvariantColumnLinear._forward_impl",
         lambda _, input, weight, *a, **k: flipped_product(input, weight),
         "layers.0.qkv",
     ),
     "rotary": ("megatron.core.transformer.attention.apply_rotary_pos_emb", other_rotation, "layers.0.rotary_q"),
-    "attention": ("learner.model.batch_invariant.attention", other_attention, "layers.0.attention"),
+    "attention": ("learner.model.layers.attention", other_attention, "layers.0.attention"),
     "silu": ("learner.model.model.silu", lambda x: x * torch.sigmoid(x), "layers.0.silu"),
     "head": ("learner.training.logprobs.head_logits", flipped_product, "logits"),
     "log_softmax": ("learner.training.logprobs.log_softmax", lambda z, t: torch.softmax(z / t, -1).log(), "logprobs"),

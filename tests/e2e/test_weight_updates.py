@@ -19,7 +19,7 @@ from correction.engines.weight_bucket import WeightBucket
 from lab.weight_buckets import weight_buckets
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from learner.training.optimizer_steps import unsampled_batch
+from learner.training.step import unsampled_batch
 from rollout.engine.engine import RolloutEngine
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, response_logprobs

@@ -14,8 +14,7 @@ from torch import Tensor
 from correction.engines.float8 import dequantised, in_float8, quantised
 from correction.engines.float8_format import BLOCK, CONFIG, PROJECTIONS, is_projection
 from lab.float8 import rounded_weight, write_float8_folder
-from learner.hf.families import FAMILIES
-from learner.hf.model_family import TensorLayout
+from learner.hf.families import FAMILIES, TensorLayout
 from tests.tiny_models import save_tiny_model
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

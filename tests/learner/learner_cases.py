@@ -22,8 +22,7 @@ from correction.config import CorrectionConfig
 from lab.ports import free_port
 from lab.weight_buckets import weight_buckets
 from learner.config import LearnerConfig
-from learner.hf.families import family_of
-from learner.hf.model_family import HeadShape
+from learner.hf.families import HeadShape, family_of
 from learner.learner_rank import LearnerRank
 from learner.model.model import unwrap
 from learner.weights.convert import bind, to_hf

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from correction.correct import correct
 from correction.errors import DeadlineExceeded, StepAborted
-from learner.training import abort
-from learner.training.abort import Abort
+from learner.training import step as training_step
+from learner.training.step import Abort
 from tests.learner.learner_cases import TIS, learner_on, off_policy_batch, save_model, weights
 
 MICROBATCHES = 6
@@ -85,7 +85,7 @@ def test_a_call_that_has_not_come_yet_ends_before_its_first_microbatch() -> None
 
 
 def test_a_rank_that_nobody_releases_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abort, "_RELEASED_S", 0.05)
+    monkeypatch.setattr(training_step, "_RELEASED_S", 0.05)
     one = Abort()
     one.hold(1)
     with pytest.raises(DeadlineExceeded, match="nobody released it"), one.during(1):

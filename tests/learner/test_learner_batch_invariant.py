@@ -20,8 +20,8 @@ from correction.engines import operators
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
 from learner.model.attention import pack
-from learner.model.batch_invariant import BatchInvariantAttention
 from learner.model.inputs import RowLayout
+from learner.model.layers import BatchInvariantAttention
 from tests.learner.learner_cases import (
     gradients,
     grouped_batch,
@@ -188,7 +188,7 @@ def test_several_ranks_say_what_one_says(tmp_path: Path, split: dict[str, Any], 
     parts = split.get("tensor_parallel", 1)
     if parts > 1:
         in_one_part = alone
-        monkeypatch.setattr("learner.model.batch_invariant.product", partial(operators.product, parts=parts))
+        monkeypatch.setattr("learner.model.layers.product", partial(operators.product, parts=parts))
         with learner_on(folder, batch_invariant=True, **settings) as learner:
             alone, norm = _logprobs_and_norm(learner)
         assert not torch.equal(alone, in_one_part)

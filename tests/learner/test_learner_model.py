@@ -27,7 +27,7 @@ from learner.hf.hf_folder import read_config
 from learner.model import model
 from learner.model.attention import pack
 from learner.model.inputs import RowLayout
-from learner.training.loss import forward_hidden
+from learner.training.step import forward_hidden
 from learner.weights.convert import bind
 from tests.learner.learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
 from tests.tiny_models import LLAMA3_ROPE

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.model import norm
-from learner.model.norm import AllHeadsNorm, HFRMSNorm
+from learner.model import layers
+from learner.model.layers import AllHeadsNorm, HFRMSNorm
 
 HIDDEN = 64
 
@@ -30,9 +30,9 @@ def made(kind: type[HFRMSNorm], dtype: torch.dtype) -> HFRMSNorm:
 
 def test_the_kernel_is_for_half_precision_on_a_gpu_alone() -> None:
     """A CPU keeps Hugging Face's order of roundings, float32 the learner's own gradient."""
-    assert not any(norm.rounds_once(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16))
+    assert not any(layers.rounds_once(torch.zeros(1, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16))
     of_a_gpu = [SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-    assert [norm.rounds_once(x) for x in of_a_gpu] == [False, True, True]  # type: ignore[arg-type]
+    assert [layers.rounds_once(x) for x in of_a_gpu] == [False, True, True]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [HFRMSNorm, AllHeadsNorm])
@@ -46,7 +46,7 @@ def test_rounded_once_it_is_no_further_from_float64(kind: type[HFRMSNorm], dtype
     exact = with_gradients(exact_layer, rows.double())
     found = []
     for once in (False, True):
-        monkeypatch.setattr(norm, "rounds_once", lambda _, once=once: once)
+        monkeypatch.setattr(layers, "rounds_once", lambda _, once=once: once)
         results = with_gradients(made(kind, dtype), rows)
         assert [one.dtype for one in results] == [dtype] * 3 and [one.shape for one in results] == [one.shape for one in exact]
         found.append([float((one.double() - truth).abs().max() / truth.abs().max()) for one, truth in zip(results, exact, strict=True)])

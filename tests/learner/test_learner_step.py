@@ -27,7 +27,7 @@ from correction.settling import settle
 from learner.learner_rank import LearnerRank
 from learner.model import balance
 from learner.results import SkipReason
-from learner.training.optimizer_steps import optimizer_steps
+from learner.training.step import optimizer_steps
 from tests.learner.learner_cases import (
     TIS,
     gradients,

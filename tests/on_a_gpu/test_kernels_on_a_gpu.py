@@ -15,8 +15,7 @@ from correction import PRESETS, CorrectionConfig, correct, policy_loss, settle
 from correction.engines.checksum import ROW_WORDS, tensor_checksum
 from correction.engines.float8 import dequantised, quantised
 from correction.engines.float8_format import BLOCK
-from learner.model.experts import _by_loop, grouped_product
-from learner.model.norm import AllHeadsNorm, HFRMSNorm
+from learner.model.layers import AllHeadsNorm, HFRMSNorm, _by_loop, grouped_product
 from tests.correction.fixtures import random_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -10,8 +10,7 @@ import pytest
 from correction.errors import DataError
 from learner.hf import families
 from rollout.config import FileTask
-from rollout.tasks.answer_ends import configured_ends
-from rollout.tasks.chat import ChatEncoder
+from rollout.tasks.chat import ChatEncoder, configured_ends
 from tests.rollout.family_tokenizers import CHATML, FAMILIES, Family
 
 TASK = FileTask(path=Path("rows.jsonl"))

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, models, processors
 
 from correction.errors import DataError
 from rollout.config import FileTask
-from rollout.tasks.chat import ChatEncoder
-from rollout.tasks.control_tokens import ControlTokens
+from rollout.tasks.chat import ChatEncoder, ControlTokens
 from rollout.tasks.tasks import build_task
 from tests.rollout.family_tokenizers import CHATML, FAMILIES, Family
 

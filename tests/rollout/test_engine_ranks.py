@@ -23,7 +23,7 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError, SyncError
 from rollout.engine import weight_transfer
 from rollout.engine.engine import RolloutEngine
-from rollout.engine.weight_update import UpdatableEngine, UpdateCheck
+from rollout.engine.weight_transfer import UpdateCheck
 from rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.engine_settings.engine_ranks import environment_of_ranks, free_ports, obstacles
@@ -310,10 +310,10 @@ class TwoRanks:
         self.cached = {"requests", "prefixes"}
         """What has keys and values of earlier weights."""
         self.second_misses = 0
-        manager = SimpleNamespace(abort_request=lambda abort_all: self.cached.discard("requests"))
+        manager = SimpleNamespace(abort_request=lambda abort_all: self.cached.discard("requests"), max_req_input_len=8)
         process: Any = SimpleNamespace(raise_if_lost=lambda: None, wait=self._wait, engine=SimpleNamespace(tokenizer_manager=manager))
         config = EngineConfig.model_validate({"device": "cpu", "tensor_parallel": 2, "weight_update_mode": update_mode})
-        self.engine = UpdatableEngine("engine", config, process, 3)
+        self.engine = RolloutEngine("engine", config, process, vocab_size=8, version=3)
         self.engine._specs = {"w": WeightSpec.of("w", WHOLE), "v": WeightSpec.of("v", WHOLE)}
 
         async def begin(_: Any, mode: str) -> None:

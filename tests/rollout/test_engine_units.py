@@ -24,9 +24,8 @@ from correction.engines.weight_spec import WeightSpec
 from correction.errors import ConfigError, RequestError, SyncError
 from rollout.config import AnswerSampling, SamplingConfig
 from rollout.engine import engine as engine_module
-from rollout.engine.engine import RolloutEngine
-from rollout.engine.sglang_answer import ExpertShape, trajectory_of
-from rollout.engine.weight_update import UpdateCheck
+from rollout.engine.engine import ExpertShape, RolloutEngine, trajectory_of
+from rollout.engine.weight_transfer import UpdateCheck
 from rollout.engine_settings.engine_capabilities import EngineCapabilities
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sampler import Sampler

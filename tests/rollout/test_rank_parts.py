@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import EngineError
-from rollout.engine.weight_update import UpdatableEngine
+from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, RECEIPT, SPECS
 from rollout.sglang_plugin.weight_parts import RankParts
@@ -264,9 +264,9 @@ def test_a_rank_that_fails_answers_all_the_same(plugin: Plugin, action: str) -> 
 
 def test_the_rank_that_failed_is_named(plugin: Plugin) -> None:
     ranks = [{"checksums": {"w": "1"}}, {"checksums": {FAILURE: "RuntimeError: out of memory"}}]
-    manager = SimpleNamespace(check_weights=lambda *_: None)
+    manager = SimpleNamespace(check_weights=lambda *_: None, max_req_input_len=8)
     wait = lambda *_, **__: asyncio.sleep(0, (True, "Success.", ranks, None))  # noqa: E731
     process: Any = SimpleNamespace(raise_if_lost=lambda: None, wait=wait, engine=SimpleNamespace(tokenizer_manager=manager))
-    engine = UpdatableEngine("engine", EngineConfig(device="cpu", tensor_parallel=2), process, 0)
+    engine = RolloutEngine("engine", EngineConfig(device="cpu", tensor_parallel=2), process, vocab_size=8, version=0)
     with pytest.raises(EngineError, match=r"engine: evenkeel\.checksums failed in rank 1 of 2: RuntimeError: out of memory"):
         asyncio.run(engine.weight_checksums())

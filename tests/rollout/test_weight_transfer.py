@@ -28,8 +28,9 @@ from correction.engines.weight_bucket import WeightBucket
 from correction.engines.weight_spec import WeightSpec
 from correction.errors import DeadlineExceeded, SyncError
 from rollout.config import RolloutConfig
-from rollout.engine import weight_transfer, weight_update
-from rollout.engine.weight_update import UpdatableEngine
+from rollout.engine import engine as rollout_engine
+from rollout.engine import weight_transfer
+from rollout.engine.engine import RolloutEngine
 from rollout.engine_settings.engine_config import EngineConfig
 from rollout.sglang_plugin import hooks
 from tests.actors.cases import prompt
@@ -58,9 +59,10 @@ class TransferScene:
         self.events: list[str] = []
         self.loads: dict[str, torch.Tensor] = {}
         self.held = {"buckets": "0", "version": "0", "failure": "", "unfinished": "0"}
-        process: Any = SimpleNamespace(raise_if_lost=lambda: None, wait=self._wait, engine=SimpleNamespace(tokenizer_manager=None))
+        sglang = SimpleNamespace(tokenizer_manager=SimpleNamespace(max_req_input_len=8))
+        process: Any = SimpleNamespace(raise_if_lost=lambda: None, wait=self._wait, engine=sglang)
         config = EngineConfig.model_validate({"device": "cpu", "deadlines": {"update_s": update_s}})
-        self.engine = UpdatableEngine("engine", config, process, 0)
+        self.engine = RolloutEngine("engine", config, process, vocab_size=8, version=0)
         self.engine._specs = {name: WeightSpec.of(name, tensor) for name, tensor in WEIGHTS.items()}
 
         def payloads(staging: weight_transfer.SharedStaging, bucket: WeightBucket) -> list[bytes]:
@@ -114,7 +116,7 @@ def test_a_slow_network_lengthens_no_pause(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def scenario() -> None:
         now = asyncio.get_running_loop().time
-        monkeypatch.setattr(weight_update, "time", SimpleNamespace(perf_counter=now))
+        monkeypatch.setattr(rollout_engine, "time", SimpleNamespace(perf_counter=now))
         monkeypatch.setattr(rollout_worker, "time", SimpleNamespace(monotonic=now, time=now))
         paused = []
         for delay_s in (0.0, 5.0):
@@ -148,7 +150,7 @@ def test_the_pause_begins_when_sampling_has_stopped(monkeypatch: pytest.MonkeyPa
 
     scene = TransferScene(monkeypatch)
     scene.held |= {"buckets": "3", "version": "1"}
-    monkeypatch.setattr(weight_update, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(rollout_engine, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(weight_transfer, "pause_and_begin", lambda *_: takes(0.5))
     monkeypatch.setattr(weight_transfer, "send", lambda *_, **__: takes(0.25))
     monkeypatch.setattr(weight_transfer, "end", lambda _: takes(0.125))

@@ -15,7 +15,7 @@ import actors.pool.rollout_worker
 import actors.processes.loop_clock
 import actors.queue.payloads
 import actors.service.correction_service
-import learner.hf.model_check
+import learner.hf.hf_folder
 import learner.weights.checkpoint_files
 import learner.weights.file_sums
 from actors.checkpoints import checkpoint_reader
@@ -50,7 +50,7 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
             (lost_parts, "_LOOK_S", 3.0),  # each second, as it is, whether all parts are there would be a third of all calls
             (learner.weights.file_sums, "_side_by_side", map),
             (learner.weights.checkpoint_files, "check_readable", nothing),
-            (learner.hf.model_check, "check_trainable", nothing),
+            (learner.hf.hf_folder, "check_trainable", nothing),
             (checkpoint_reader, "load_tokenizer", nothing),
             (worker, "own_folder", lambda: contextlib.nullcontext(Path("temporary"))),
             (worker, "remove", nothing),

@@ -21,7 +21,7 @@ from correction.engines.checksum import digest_of
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, SyncError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import continued, is_begun, kept, unsampled
-from rollout.engine.sglang_answer import trajectory_of
+from rollout.engine.engine import trajectory_of
 from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, Trajectory, UnfinishedGroup
 from tests.simulation.processes import Process
 

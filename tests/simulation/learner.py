@@ -27,7 +27,7 @@ from actors.ranks.rank_faults import as_rank_failure, names_failures
 from correction.errors import DataError
 from learner.config import LearnerConfig
 from learner.results import Proximal, SkipReason, StepResult, StepValues
-from learner.training.abort import Abort
+from learner.training.step import Abort
 from tests.simulation.engine import checksums_of_weights, pieces_of, probe_of
 from tests.simulation.processes import HERE
 

@@ -23,8 +23,7 @@ from correction.engines.float8 import in_float8
 from correction.errors import ConfigError, DataError
 from learner.config import LearnerConfig
 from learner.hf.families import FAMILIES
-from learner.hf.hf_folder import read_config
-from learner.hf.model_check import expected_shapes
+from learner.hf.hf_folder import expected_shapes, read_config
 from learner.learner_rank import LearnerRank
 from learner.model.attention import RowLayout, pack
 from learner.model_fit import check_model, layout_obstacles, setting_obstacles

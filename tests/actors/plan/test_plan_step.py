@@ -17,7 +17,7 @@ from correction.config import CorrectionConfig
 from correction.correct import defer
 from learner.config import LearnerConfig
 from learner.learner_rank import LearnerRank
-from learner.model import experts
+from learner.model import layers
 from tests.actors.plan.test_plan import held
 from tests.learner.learner_cases import TIS, grouped_batch, learner_on
 from tests.learner.test_learner_logprobs import LiveBytes
@@ -211,7 +211,7 @@ def test_norms_after_products_and_experts(tmp_path: Path, family: str, dtype: st
 def test_the_experts_product_of_a_gpu(tmp_path: Path, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel, which torch has on a CPU too. It reads the matrices of all experts in one piece, and gives their gradients so: with many
     experts that is the peak, and the loop's plan is too low by it."""
-    monkeypatch.setattr(experts, "grouped_product", experts._by_kernel)
+    monkeypatch.setattr(layers, "grouped_product", layers._by_kernel)
     sizes = LARGE_LAYERS | {"num_hidden_layers": 2, "moe_intermediate_size": 512, "num_experts": 32}
     settings = {"dtype": "bfloat16", "recompute_activations": recompute}
     measured, planned = measured_and_planned(tmp_path / "gpu", "qwen3_moe", sizes, settings, planned_for="cuda")

@@ -24,7 +24,7 @@ from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.engines.checksum import tensor_checksum
 from correction.engines.weight_bucket import WeightBucket
 from correction.errors import ActorLost, EngineError, SyncError
-from learner.training.abort import Abort
+from learner.training.step import Abort
 from tests.actors.simulated_time import simulate
 from tests.actors.weights.rank_pieces import Pieces, rank_with
 from tests.actors.weights.sync_scene import play

@@ -15,7 +15,7 @@ from actors.metrics.catalogue import SKIPPED
 from actors.metrics.step_metrics import StepMetrics
 from actors.record.run_folder import RunFolder
 from actors.record.terminal import TerminalView, duration, sparkline, terminal_svg
-from correction.early_warning.reference_levels import usual_level
+from correction.early_warning.monitor import usual_level
 from learner.results import SkipReason
 
 STEP = StepMetrics(
