@@ -1,7 +1,7 @@
 """How long a training step has to take, by its three parts: the longest answers, the engines' throughput, the learner.
 
 A group of version v is trained by step v + max_staleness at the latest, so that the learner waits for its longest answer while
-max_staleness + 1 steps pass, whatever engines and learner could do otherwise (`actors/queue/trajectory_queue.py`). Speeds are assumptions,
+max_staleness + 1 steps pass, whatever engines and learner could do otherwise (`actors/groups/book.py`). Speeds are assumptions,
 for a first look; ten steps of a run measure them.
 """
 
