@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class DiscardReason(StrEnum):
     """Why a group was not trained on, as events and the ledger say it."""
 
     INVALID = "fewer than two valid trajectories"
-    """Decided when the group is sampled, like the next one (actors/queue/outstanding.py)."""
+    """Decided when the group is sampled, like the next one (actors/groups/book.py)."""
     UNIFORM = "rewards all alike"
     """With dynamic sampling."""
     FAILED = "no usable answer"
@@ -43,13 +43,13 @@ class ScalingCause(StrEnum):
 
 
 def discarded_as(reason: str) -> str:
-    """Name of the number of groups discarded for this reason, among the queue's counts."""
+    """Name of the number of groups discarded for this reason, among the book's counts."""
     return f"discarded ({reason})"
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A place in the queue: the right to sample one group."""
+    """A place: the right to sample one group."""
 
     group_id: int
     """Running number of admission; unique in a run."""
@@ -61,7 +61,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class BegunTicket(Ticket):
-    """Ticket of a group that a worker has handed back unfinished: another one goes on from there. Used in the pool only; the queue has the
+    """Ticket of a group that a worker has handed back unfinished: another one goes on from there. Used in the pool only; the book has the
     Ticket."""
 
     begun: UnfinishedGroup
@@ -76,64 +76,6 @@ class DiscardedGroup:
     """What it was sampled for."""
     reason: DiscardReason
     """Why it is not trained on."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepVersions:
-    """Versions of the weights after a step."""
-
-    learner: int
-    """Number of updates that made the learner's."""
-    published: int
-    """The version that the engines get, at most the learner's (weight_sync.every_steps)."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueSettlement:
-    """What the queue says of a step that is over."""
-
-    discarded: list[DiscardedGroup]
-    """Groups thrown away since the step before."""
-    counts: dict[str, int]
-    """Groups by state, and the totals since the run began (TrajectoryQueue.counts)."""
-    outstanding: list[str]
-    """Ids of all prompts that are under way; the ledger compares them with its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueContents:
-    """The groups under way: what an empty queue is filled with, and what a queue gives for a checkpoint."""
-
-    version: int = 0
-    """Version of the learner's weights when the last step was settled."""
-    published: int = 0
-    """Version of the weights published by then."""
-    admitted: int = 0
-    """Groups since the run began; also the id of the next group."""
-    trained: int = 0
-    """Groups since the run began."""
-    tickets: tuple[Ticket, ...] = ()
-    """Tickets of all groups under way, in the order of admission."""
-    finished: tuple[StoredGroup, ...] = ()
-    """The sampled groups among these; their tokens are in the object store."""
-    drawn: tuple[int, ...] = ()
-    """Ids of the groups in the batch that the learner trains or has just trained."""
-    advance: StepVersions | None = None
-    """Versions after that batch; None: it is still being trained."""
-    discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
-    """Groups thrown away since the run began."""
-    unreported: tuple[DiscardedGroup, ...] = ()
-    """Discarded, and not yet in the ledger."""
-
-
-class Finished(Protocol):
-    """The properties of a finished group that the queue uses."""
-
-    @property
-    def group_id(self) -> int: ...
-
-    @property
-    def prompt_id(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

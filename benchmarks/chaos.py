@@ -6,7 +6,7 @@ the books balance, and whether the run learns the same.
 
 The nano recipe with two workers is trained by `evenkeel train --retries`: once undisturbed, and once for each seed with faults. Every 20 s
 one process of it, drawn by the seed, is killed with SIGKILL, stopped for a while, or gets its calls late: a rollout worker, a scheduler of
-SGLang's, a scoring process, the trajectory queue, the correction service, a learner rank, the driver. Of the kills every third is meant
+SGLang's, a scoring process, the correction service, a learner rank, the driver. Of the kills every third is meant
 for the inside of a weight update, and half of these meet one: an engine is stopped as the learner hands out new weights, so that the update
 is under way when the kill comes. The run knows nothing of this; all is done from outside. It has to end by itself.
 

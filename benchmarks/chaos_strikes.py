@@ -21,13 +21,12 @@ _DEEDS = {
     "rollout worker": (4, (KILLED, KILLED, KILLED, STOPPED, LATE)),
     "scheduler": (4, (KILLED, KILLED, STOPPED)),
     "scoring process": (2, (KILLED, KILLED, STOPPED)),
-    "trajectory queue": (2, (KILLED, KILLED, STOPPED, LATE)),
     "correction service": (2, (KILLED, KILLED, STOPPED, LATE)),
     "learner rank": (2, (KILLED, KILLED, KILLED, STOPPED, LATE)),
     "driver": (1, (KILLED, KILLED, KILLED, STOPPED)),
 }
 """Role -> how often it is drawn, and the faults that may be drawn. Only actors can be called late."""
-_IN_UPDATES = ("rollout worker", "scheduler", "trajectory queue", "learner rank", "driver")
+_IN_UPDATES = ("rollout worker", "scheduler", "learner rank", "driver")
 _UPDATE_SHARE = 0.3
 """Share of kills of these roles that are made inside a weight update."""
 _STOPPED_S, _LATE_S = (1.0, 30.0), (0.3, 8.0)

@@ -1,4 +1,4 @@
-"""What the control plane's own actors cost: the real queue, correction service, pool and weight sync over Ray; engines and learner replay.
+"""What the control plane's own actors cost: the real correction service, pool and weight sync over Ray; engines and learner replay.
 
     python benchmarks/control_plane_actors.py [--workers 10,50,100] [--groups 64] [--tokens 1000] [--rate 300000] [--steps 6] [--hosts 1]
         [--churn 2] [--topk 20] [--expert-layers 24] [--lengths RUN_DIR] [--every 2]
@@ -52,7 +52,7 @@ from benchmarks.sides import ROOT, options
 from correction.errors import ConfigError
 from lab.simulate.costs import AnswerLengths
 
-_GOALS = {"driver": (0.03, 30), "queue": (0.03, 30), "service": (0.15, 120), "rank": (0.1, None)}
+_GOALS = {"driver": (0.03, 30), "service": (0.15, 120), "rank": (0.1, None)}
 """CPU seconds for a million tokens, and MB for a million tokens in flight."""
 
 
@@ -154,7 +154,7 @@ def _tell(shape: ReplayedShape, found: Figures, used: dict[str, tuple[float, int
             print(f", {rest / 1e6:.1f} of them of other fields: {times:.2f} times their size on this node (goal at most 1)")
     if shape.churn:
         _tell_churn(found)
-    name, (cpu_s, _) = max(((n, u) for n, u in used.items() if n in ("driver", "queue", "service")), key=lambda pair: pair[1][0])
+    name, (cpu_s, _) = max(((n, u) for n, u in used.items() if n in ("driver", "service")), key=lambda pair: pair[1][0])
     print(f"  full first: {name}, at {found.tokens / cpu_s / 1e6:.1f} million tokens a second of its one process", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A run whose engines and learner replay: controller, queue, correction service, pool, weight sync and observer are a run's own.
+"""A run whose engines and learner replay: controller, book, correction service, pool, weight sync and observer are a run's own.
 
 The controller's loop is what drives it, so that ledger, metrics line and events are paid for as in a run. It starts no engine and no
 Megatron, takes no checkpoint, and notes when things happen.
@@ -236,14 +236,14 @@ class ReplayedRun(Controller):
         shape, config = self.shape, self._config
         topk = shape.wide.topk
         settings = WorkerSettings(config.rollout, Path("model"), self._prompt(0), bind="127.0.0.1", resource="rollout", topk=topk)
-        self._pool = ReplayPool(settings, config.deadlines, self.queue, self.observer, config.places, self._source.outstanding)
+        source = self._source
+        self._pool = ReplayPool(settings, config.deadlines, source.book, source.changes, self.observer, config.places)
         host = ray.remote(WorkerHost).options(num_cpus=0, max_concurrency=4096)
         token_s = shape.step_s / 4 / shape.tokens
         seeds = range(shape.hosts)
         self._pool.hosts = [host.remote(settings, shape.lengths.afresh(seed), token_s, shape.wide) for seed in seeds]
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, [], self.observer, steps=config.steps)
 
-    queue = property(lambda self: self._source.queue)
     service = property(lambda self: self._source.service)
     learner = property(lambda self: self._learner)
     sync = property(lambda self: self._sync)
@@ -252,7 +252,7 @@ class ReplayedRun(Controller):
     @property
     def actors(self) -> dict[str, Any]:
         hosts = {f"host {number}": one for number, one in enumerate(self.pool.hosts)}
-        return {"queue": self.queue, "service": self.service, "rank": self.rank} | hosts
+        return {"service": self.service, "rank": self.rank} | hosts
 
     async def join(self) -> None:
         """All workers, with the weights of version 0. Raises: TimeoutError if they take too long, or what the pool fails with."""
@@ -320,7 +320,7 @@ class ReplayedRun(Controller):
 
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
         result = await super()._learn_and_publish(batch)
-        self.observer.freed_at = time.monotonic()  # the queue frees the batch's places now
+        self.observer.freed_at = time.monotonic()  # the book frees the batch's places now
         return result
 
     async def _settle(self, batch: PreparedBatch, result: Any) -> None:

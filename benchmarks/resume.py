@@ -5,7 +5,7 @@
 For each of the three numbers a run folder is written that is as a killed run leaves it: one prompt a line in ledger.jsonl, one step of
 `--groups` prompts a line in metrics.jsonl (each metric, 12 KB) and in answer_lengths.jsonl, a checkpoint (model, optimizer, queue
 with two steps of groups under way, half of them finished), one step after it, and torn last lines. What writes them is what writes a run's:
-Ledger, RunFolder, TrajectoryQueue, TrainingState, LearnerRank; model and task are the nano recipe's. The queue gets its counts at once
+Ledger, RunFolder, GroupBook, TrainingState, LearnerRank; model and task are the nano recipe's. The book gets its counts at once
 instead of ten million groups one by one.
 
 Then a process of its own does with the folder what `evenkeel train --resume` does before it starts anything: it opens it, compares all
@@ -28,16 +28,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from actors.carriers import StoredGroup, Ticket
 from actors.checkpoints.checkpoint_reader import steps_without_a_line, take_back
 from actors.commands.recipe import as_recipe, load_config
 from actors.commands.resume_point import find_resume_point, with_absolute_paths
 from actors.config import RunConfig
+from actors.groups.book import GroupBook
 from actors.metrics.catalogue import CATALOGUE
 from actors.metrics.step_metrics import StepMetrics
-from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.record.run_folder import Checkpoint, RunFolder
 from actors.state.ledger import Ledger, outstanding_ids
-from actors.state.queue_snapshot import QueueSnapshot
+from actors.state.queue_snapshot import BookContents, QueueSnapshot
 from actors.state.resume import TrainingState, open_ledger
 from benchmarks.sides import NANO_RECIPE, options, scratch
 from rollout.tasks.chat import ChatEncoder
@@ -93,7 +94,8 @@ def write_run(base: Path, model: Path, save: SavePolicy, prompts: int, groups: i
             if step == steps + 1:
                 save_checkpoint(folder, config, model, save, ledger, steps)
             first, last = (step - 1) * groups, step * groups
-            ledger.settle(step, trained=_ids(first, last), outstanding=_ids(last, last + 2 * groups))
+            ledger.hand_out(_ids(last + groups if step > 1 else 0, last + 2 * groups))
+            ledger.settle(step, trained=_ids(first, last), discarded=[], contents=_contents(step, groups))
             folder.append_metrics(StepMetrics(step, {name: draw.random() for name in names}))
             folder.append_answer_lengths(step, [draw.randint(100, 9999) for _ in range(groups)])
         for lines in (folder.path / "ledger.jsonl", folder.metrics_path):
@@ -104,13 +106,22 @@ def write_run(base: Path, model: Path, save: SavePolicy, prompts: int, groups: i
 
 def save_checkpoint(folder: RunFolder, config: RunConfig, model: Path, save: SavePolicy, ledger: Ledger, steps: int) -> None:
     task = questions(config, model)
-    queue = snapshot(task, steps, config.groups_per_step)
+    contents = opened(task, steps, config.groups_per_step).contents()
+    ledger.compare(contents)
+    queue = QueueSnapshot.of(contents, [one.payload for one in contents.finished])
     settings = config.model_dump(mode="json")
     with folder.checkpoint(steps) as checkpoint:
         save(checkpoint)
-        mark = ledger.flush(queue)
+        mark = ledger.flush()
         state = TrainingState(steps, steps, 1.0, queue, {}, {}, ledger=mark, data=task.fingerprint, settings=settings)
         state.save(checkpoint.state)
+
+
+def _contents(step: int, groups: int) -> BookContents:
+    """Of a book after so many steps, when two steps of groups are being sampled."""
+    first, last = step * groups, (step + 2) * groups
+    tickets = (Ticket(i, Prompt(one, "", (), ""), step) for i, one in enumerate(_ids(first, last), start=first))
+    return BookContents(step, last, first, tuple(tickets), (), {}, ())
 
 
 def _ids(first: int, last: int) -> list[str]:
@@ -123,16 +134,16 @@ def questions(config: RunConfig, model: Path) -> Task:
     return build_task(config.rollout.task, ChatEncoder.of_folder(model, config.rollout.task))
 
 
-def snapshot(task: Task, steps: int, groups: int) -> QueueSnapshot:
-    """Of a queue that so many steps have been trained from; two steps of groups are under way, of which the older are finished."""
-    queue = TrajectoryQueue(groups_per_step=groups, max_staleness=1)
-    queue.version = queue.published = steps
-    queue.admitted = queue.trained = steps * groups
-    tickets = queue.admit([task.train_prompt(position) for position in range(steps * groups, (steps + 2) * groups)])
+def opened(task: Task, steps: int, groups: int) -> GroupBook:
+    """A book from which so many steps have been trained; two steps of groups are under way, of which the older are finished."""
+    book = GroupBook(groups_per_step=groups, max_staleness=1)
+    book.version = book.published = steps
+    book.admitted = book.trained = steps * groups
+    tickets = book.admit([task.train_prompt(position) for position in range(steps * groups, (steps + 2) * groups)], now=0.0)
     for ticket in tickets[:groups]:
-        queue.put(Group(ticket.group_id, ticket.prompt, tuple(_answer(ticket.prompt, steps) for _ in range(SAMPLES)), steps))
-    contents = queue.contents()
-    return QueueSnapshot.of(contents, contents.finished)
+        one = Group(ticket.group_id, ticket.prompt, tuple(_answer(ticket.prompt, steps) for _ in range(SAMPLES)), steps)
+        book.finish(StoredGroup(one.facts, one), now=0.0)
+    return book
 
 
 def _answer(prompt: Prompt, version: int) -> Trajectory:
@@ -169,7 +180,7 @@ def resume(run: Path) -> Resumed:
             said += steps_without_a_line(folder, point.checkpoint.step)
         with _timed(found, "ledger"):
             ledger = open_ledger(folder.path / "ledger.jsonl", point.state, lambda level, text: said.append((level, str(text))))
-        found.prompts, found.under_way = ledger.flush(point.state.queue).lines, len(outstanding_ids(point.state.queue))
+        found.prompts, found.under_way = ledger.flush().lines, len(outstanding_ids(point.state.queue))
     found.megabytes = _resident_megabytes("VmHWM") - before
     found.warnings = [text for _, text in said]
     return found

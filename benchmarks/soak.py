@@ -39,7 +39,7 @@ from benchmarks.watched_run import ROLES, WatchedRun
 _MIB = 1 << 20
 _IDLE = "IDLE"
 """Name of an idle process of Ray's pool."""
-_LAST = ("rollout worker", "scheduler", "trajectory queue", "correction service", "learner rank", "driver")
+_LAST = ("rollout worker", "scheduler", "correction service", "learner rank", "driver")
 """Roles of processes that have to be there all the time."""
 _WINDOW_S = 180.0
 """Seconds of a window. The heap is given back some six times in it; often, not always, a look sees one of them before the heap has grown

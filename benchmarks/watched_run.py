@@ -18,7 +18,6 @@ ROLES = {
     "rollout worker": "ray::RolloutWorker",
     "scheduler": "sglang::scheduler",
     "scoring process": "rollout.rewards.reward_process",
-    "trajectory queue": "ray::TrajectoryQueueActor",
     "correction service": "ray::CorrectionService",
     "learner rank": "ray::LearnerRankActor",
     "driver": "actors.commands.attempt",

@@ -30,7 +30,7 @@ from torch import Tensor
 from actors.commands.init_model import init_model_folder
 from actors.commands.recipe import load_config
 from actors.config import RunConfig
-from actors.queue.outstanding import discard_reason
+from actors.groups.book import discard_reason
 from actors.record.step_sources import objective_metrics
 from actors.settings.devices import visible_gpus
 from actors.settings.resolve import with_devices

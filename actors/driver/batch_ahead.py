@@ -1,4 +1,4 @@
-"""The batch of one version on its way to the learner. The driver asks queue, service and learner for it; they answer, and ask nobody.
+"""The batch of one version on its way to the learner. The driver asks service and learner for it; they answer, and ask nobody.
 
 Groups are drawn as they finish, while the learner trains the batch before, and the service pulls and unpacks them then. If the correction
 needs logprobs of the learner's own, for proximal or reference policy, they are asked for in chunks of half a batch or the rest, but only
@@ -19,12 +19,20 @@ from typing import Any
 
 from actors.carriers import PackedGroups, PreparedBatch, StoredGroup
 from actors.config import RunConfig
-from actors.driver.drawing import Drawing
+from actors.groups.book import GroupBook
+from actors.groups.changes import Changes
 from actors.processes.supervision import abandon, has_failed
 from actors.ranks.learner_group import LearnerGroup
 from correction.config import CorrectionConfig
-from correction.errors import EvenkeelError
+from correction.errors import ActorLost, EvenkeelError
 from correction.settings.schedule import needs_reference_logprobs
+
+_MOST_LOSSES = 3
+"""When the tokens of one group have been lost this many times, the run goes back to its last checkpoint; two losses may be lost nodes.
+Tokens that always come late would otherwise be sampled again for ever; with this the run ends at the fourth rollback (rollback.py), with
+the remedy. Late groups are not discarded: they are those with the longest answers, and a run without them would learn something else."""
+_JOIN_S = 0.05
+"""Seconds for which a drawn group waits, while the learner does, so that others can join it in one call of the service."""
 
 
 class GroupsLost(EvenkeelError):
@@ -44,16 +52,24 @@ class BatchAhead:
         version: int,
         correction: CorrectionConfig,
         config: RunConfig,
-        drawing: Drawing,
+        book: GroupBook,
+        changes: Changes,
         ask: Callable[..., Awaitable[Any]],
+        *,
+        gather_s: float,
     ) -> None:
         """
         Args:
             version: of the learner's weights from which the update will start.
             correction: of all of the batch, whatever the run's becomes meanwhile.
+            changes: of the book.
             ask: calls a method of the service by its name, with arguments and `deadline_s`, until it answers.
+            gather_s: seconds for which a drawn group waits for others until the learner does.
         """
-        self.version, self._correction, self._config, self._drawing, self._ask_service = version, correction, config, drawing, ask
+        self.version, self._correction, self._config, self._ask_service = version, correction, config, ask
+        self._book, self._changes, self._gather_s = book, changes, gather_s
+        self._is_awaited = False
+        """The learner is there."""
         self._numbers = count()
         """Of the calls of the service for this batch."""
         self._groups: dict[int, StoredGroup] = {}
@@ -95,19 +111,20 @@ class BatchAhead:
             in_time: puts the deadline on a wait for groups.
         Raises: ActorLost; what `in_time` raises.
         """
+        self._is_awaited = True
+        self._changes.tell()
         while True:
             try:
                 batch = await self._completed(learner, step, in_time)
             except GroupsLost as error:  # before the learner has begun with them: they are sampled again
-                await in_time(asyncio.wait({self._gathering}))
                 self._drop_chunks()
                 self._lost += error.why
                 self._groups = {group_id: group for group_id, group in self._groups.items() if group_id not in error.why}
                 self._unpacked = list(self._groups)
-                await self._drawing.lose(error.why)
-                self._begin()
+                self._lose(error.why)
+                if self._gathering.done():
+                    self._begin()
                 continue
-            self._drawing.forget(self._groups)
             return replace(batch, groups=tuple(self._groups[group_id].facts for group_id in self._group_ids))
 
     async def _completed(
@@ -136,11 +153,10 @@ class BatchAhead:
         """Draw the groups as they finish. Returns: the batch, if the learner is needed for nothing before its step."""
         places = self._config.groups_per_step
         while len(self._groups) < places:
-            drawn = await self._drawing.draw(self.version, places - len(self._groups))
+            drawn = await self._draw(places - len(self._groups))
             lost, self._lost = self._lost, []
             why: dict[int, str] = await self._ask("pull", drawn, lost)
-            if why:
-                await self._drawing.lose(why)
+            self._lose(why)
             here = {one.group_id: one for one in drawn if one.group_id not in why}
             self._groups |= here
             self._unpacked += here
@@ -155,6 +171,36 @@ class BatchAhead:
         if self._wants_proximal or self._wants_reference or splits_gap(self._config, self.version):
             return None
         return await self._correct([], None)
+
+    async def _draw(self, places: int) -> list[StoredGroup]:
+        """Up to so many groups; waits for the first, and a moment for others: a call of the service costs as much for one as for many."""
+        drawn: list[StoredGroup] = []
+
+        def take() -> bool:
+            drawn.extend(self._book.draw(self.version, places - len(drawn)))
+            return bool(drawn)
+
+        def is_enough() -> bool:
+            return (take() and len(drawn) == places) or self._book.are_all_sampled
+
+        await self._changes.until(take)
+        await self._changes.until(lambda: is_enough() or self._is_awaited, within_s=self._gather_s)
+        await self._changes.until(is_enough, within_s=_JOIN_S)
+        return drawn
+
+    def _lose(self, why: Mapping[int, str]) -> None:
+        """Have drawn groups that can't be read sampled again.
+
+        Raises: ActorLost for a group that was lost _MOST_LOSSES times: lost nodes hardly explain that. The run goes back for it.
+        """
+        if why:
+            self._book.lose(why)
+        for group_id, reason in why.items():
+            if self._book.losses(group_id) >= _MOST_LOSSES:
+                raise ActorLost(
+                    f"group {group_id} was sampled {_MOST_LOSSES} times, and each time its tokens could not be read, at last because they "
+                    f"were {reason}: look at the nodes and the network between them; where they are late, lower deadlines.bytes_per_s"
+                )
 
     async def _next_chunk(self, number: int) -> PackedGroups | None:
         """The chunk of this number; None: there are no more. Raises: the error of what goes on in the background."""

@@ -1,29 +1,28 @@
-"""Trajectory queue and correction service, and the driver's records of what they hold, by which both can be replaced at any time; and the
-batches that the driver asks them for.
+"""The book of groups with its ledger, and the correction service: where the driver's batches come from, and what they leave.
 
-The ledger records finished steps, `Outstanding` the groups under way. While queue and service are replaced, learner, engines and objects in
-the store are not touched. What is lost are the diagnostics of batches that the old service held.
+A service that dies is replaced: the draw that it had is taken back, and the new one packs again; learner, engines and objects in the store
+are not touched. What is lost are the diagnostics of batches that the old one held.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import DiscardedGroup, PreparedBatch, QueueSettlement, StepVersions, Ticket
+from actors.carriers import DiscardedGroup, PreparedBatch, Ticket
 from actors.config import RunConfig
 from actors.driver.batch_ahead import BatchAhead
-from actors.driver.drawing import Drawing
 from actors.driver.lost_parts import lost_among, while_they_answer
-from actors.driver.parts import QUEUE, SERVICE, StartingPoint, make_queue, start_service
+from actors.driver.parts import SERVICE, StartingPoint, start_service
+from actors.groups.book import GroupBook
+from actors.groups.changes import Changes
 from actors.pool.pool import RolloutPool
-from actors.processes.numbered import NumberedCaller
-from actors.processes.supervision import call_with_retries, kill, lost_if_late, unless_set, wait_for
-from actors.queue.outstanding import Outstanding
+from actors.processes.supervision import kill, lost_if_late, unless_set, wait_for
 from actors.queue.payloads import whole_snapshot
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.disk_waits import ByDisk
@@ -41,24 +40,34 @@ if TYPE_CHECKING:
     from learner.results import StepResult
 
 _LOOK_S = 0.1
+_SHORTEST_S, _LONGEST_S = 0.25, 1.0
+_SHARE = 0.25
+"""Of a step: how long a drawn group waits for others, between the shortest and the longest time, while the learner is at work."""
 _LAST_TOKENS_S = 5.0
 """For the tokens of finished groups after SIGTERM. A preemption leaves half a minute, in which the learner's copy and the disk have to
 come, too. Its nodes go together: tokens on one that is gone would be waited for until the kill. From one that lives they come at once."""
 
 
 class BatchSource:
-    """Queue and service of a run from one starting point on. The queue exists from the beginning, the service after `start`."""
+    """Book and service of a run from one starting point on. The book exists from the beginning, the service after `start`."""
 
     def __init__(self, config: RunConfig, point: StartingPoint, ledger: Ledger, observer: Observer) -> None:
         self._config, self._observer, self.ledger = config, observer, ledger
-        self.outstanding = Outstanding(point.state.queue if point.state else None, dynamic_sampling=config.dynamic_sampling)
+        self.changes = Changes()
+        self.book = GroupBook(
+            groups_per_step=config.groups_per_step,
+            max_staleness=config.max_staleness,
+            dynamic_sampling=config.dynamic_sampling,
+            snapshot=point.state.queue if point.state else None,
+            changed=self.changes.tell,
+        )
         self.monitor: Mapping[str, Any] | None = point.state.monitor if point.state else None
         """State of the early warning after the last batch that was diagnosed."""
         self.correction = config.correction
         """Of the next batch that is begun."""
-        self._unfinished = self.outstanding.in_flight
+        self._unfinished = self.book.in_flight
         self._ahead: BatchAhead | None = None
-        self._open_queue()
+        self._asked_at, self._gather_s = time.monotonic(), _SHORTEST_S
         self.service: Any = None
 
     @classmethod
@@ -68,39 +77,26 @@ class BatchSource:
         Raises: LedgerError; DeadlineExceeded if the disk hangs.
         """
         opening = partial(open_ledger, folder.path / "ledger.jsonl", point.state, observer.event, observer.disk.do)
-        return cls(config, point, await by_disk(observer.disk.result(opening), "the ledger's checksum"), observer)
+        source = cls(config, point, await by_disk(observer.disk.result(opening), "the ledger's checksum"), observer)
+        source.ledger.compare(source.book.contents())
+        return source
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The actors, by their names in messages."""
-        return {QUEUE: self.queue} | ({SERVICE: self.service} if self.service is not None else {})
-
-    def _open_queue(self) -> None:
-        self.queue = make_queue(self._config)
-        self._drawing = Drawing(NumberedCaller(self.queue, late=partial(self._observer.event, "warning")))
+        """The service, once it is started, by its name in messages."""
+        return {SERVICE: self.service} if self.service is not None else {}
 
     def start(self, correction: CorrectionConfig) -> None:
         """Start the service. Args: correction: the run's, or the one that an alarm has put in its place."""
         self.correction = correction
         self.service = start_service(self._config, self.monitor)
 
-    def replace(self, correction: CorrectionConfig) -> None:
-        """Kill both and start new ones, which are empty: call `fill` next."""
+    def replace(self, correction: CorrectionConfig, version: int) -> None:
+        """Kill the service, take back what was drawn for the batches of `version` and later, and start a new one."""
         self.stop()
-        kill(self.queue, self.service)
-        self._open_queue()
+        kill(self.service)
+        self.book.take_back(version)
         self.start(correction)
-
-    async def fill(self, update: PreparedBatch | None = None, advance: StepVersions | None = None) -> None:
-        """Give a new queue what is under way.
-
-        Args:
-            update: the batch of the step under way.
-            advance: versions after it; None: it is still being trained.
-        """
-        contents = self.outstanding.contents(update.group_ids if update is not None else (), advance)
-        what = "contents -> trajectory queue"
-        await call_with_retries(lambda: self.queue.fill.remote(contents), what, deadline_s=self._config.deadlines.start_s)
 
     def take_unfinished(self) -> list[Ticket]:
         """Groups of the starting point that the pool has to sample; empty at a second call."""
@@ -127,26 +123,28 @@ class BatchSource:
         self._ahead = None
 
     async def saved(self, is_hurried: asyncio.Event) -> tuple[QueueSnapshot, Mapping[str, Any] | None]:
-        """What a checkpoint has of both: the queue's state, and the early warning's, which is None if it is to begin anew.
+        """What a checkpoint has of both: the book's contents, and the early warning's state, which is None if it is to begin anew.
 
         Args: is_hurried: set, now or meanwhile, when the process may be killed in seconds. Then finished groups whose tokens are not here
-            in _LAST_TOKENS_S are among those in flight, and the early warning knows what it did after the last diagnosis that came here.
-        Raises: as whole_snapshot.
+            in _LAST_TOKENS_S are among those in flight.
+        Raises: LedgerError if the book has lost or doubled a prompt.
         """
-        limit_s, tell = self._config.deadlines.checkpoint_s, partial(self._observer.event, "info")
-        take = partial(whole_snapshot, self.queue, deadline_s=limit_s, tell=tell)
-        return await unless_set(is_hurried, take()) or await take(tokens_s=_LAST_TOKENS_S), self.monitor
+        contents = self.book.contents()
+        self.ledger.compare(contents)
+        take = partial(whole_snapshot, contents, tell=partial(self._observer.event, "info"))
+        whole = await unless_set(is_hurried, take(tokens_s=self._config.deadlines.checkpoint_s))
+        return whole or await take(tokens_s=_LAST_TOKENS_S), self.monitor
 
     async def ask(self, method: Any, *arguments: Any, deadline_s: float | None = None) -> Any:
-        """Make a call that may be repeated. Args: method: of the queue's or the service's actor. deadline_s: None: it is a short one."""
-        what, limit_s = f"{method._method_name} <- queue or service", deadline_s or self._config.deadlines.sync_s
+        """Make a call of the service that may be repeated. Args: deadline_s: None: it is a short one."""
+        what, limit_s = f"{method._method_name} <- correction service", deadline_s or self._config.deadlines.sync_s
         call, notify = partial(method.remote, *arguments), self._observer.event
         return await while_they_answer(self.parts, call, what, deadline_s=limit_s, notify=notify)
 
     async def compared(self, version: int, result: StepResult) -> Agreement | None:
         """Ask the correction service to compare the batch. If it dies meanwhile, its replacement is asked, which lacks the batch.
 
-        Raises: as `ask`, if all parts are there; ActorLost if the next one is late.
+        Raises: as `ask`, if it is there; ActorLost if the next one is late.
         """
         while True:
             asked, parts = self.service, self.parts
@@ -157,7 +155,7 @@ class BatchSource:
                 lost = [parts[name] for name in (await lost_among(parts, error)).parts]
                 if not lost and self.service is asked:
                     raise
-            kill(*lost)  # so that a part that was only out of reach is replaced, too
+            kill(*lost)  # so that one that was only out of reach is replaced, too
             await lost_if_late(self._until_replaced(asked, f"comparison of the batch of version {version} <- a new correction service"))
 
     async def _until_replaced(self, service: Any, what: str) -> None:
@@ -179,21 +177,27 @@ class BatchSource:
             pool: its last progress starts the deadline for groups.
             step: number of the step that will train it.
         """
-        deadlines, delays = self._config.deadlines, self.outstanding.delays
-        delays.asked()
+        deadlines, delays, now = self._config.deadlines, self.book.delays, time.monotonic()
+        delays.asked(now)
+
+        async def waiting_for() -> str:
+            return self.book.waiting_for(version)
+
         in_time = partial(
             wait_for,
-            what=f"batch of version {version} <- trajectory queue",
+            what=f"batch of version {version} <- rollout workers",
             deadline_s=deadlines.batch_s,
             counts_from=pool.last_progress,
             notice_s=deadlines.notice_s,
             notice=self._observer.waiting,
-            detail=lambda: self.queue.waiting_for.remote(version),
+            detail=waiting_for,
         )
         ahead = self._ahead if self._ahead is not None and self._ahead.version == version else self._begin(version)
         batch = await ahead.completed(learner, step=step, in_time=in_time)
+        self._gather_s = min(max(_SHARE * (now - self._asked_at), _SHORTEST_S), _LONGEST_S)
+        self._asked_at = now
         self._begin(version + 1)
-        delays.given(batch.group_ids)
+        delays.given(self.book.finished_at(batch.group_ids), time.monotonic())
         return batch
 
     def _begin(self, version: int) -> BatchAhead:
@@ -201,27 +205,19 @@ class BatchSource:
             return await self.ask(getattr(service, method), *arguments, deadline_s=deadline_s)
 
         service = self.service
-        self._ahead = BatchAhead(version, self.correction, self._config, self._drawing, ask_service)
+        self._ahead = BatchAhead(version, self.correction, self._config, self.book, self.changes, ask_service, gather_s=self._gather_s)
         return self._ahead
 
-    async def settle(
-        self, step: int, batch: PreparedBatch, *, version: int, published: int
-    ) -> tuple[dict[str, int], list[DiscardedGroup]]:
-        """Record a finished step in the queue and in the ledger.
+    def settle(self, step: int, batch: PreparedBatch, *, version: int, published: int) -> tuple[dict[str, int], list[DiscardedGroup]]:
+        """Record a finished step in the book and in the ledger.
 
         Args:
             version: of the learner after it.
             published: version that the engines get.
-        Returns: the queue's counts, and what was discarded since the step before.
-        Raises: LedgerError if queue and ledger don't agree.
+        Returns: the book's counts, and what was discarded since the step before.
+        Raises: LedgerError if the book has lost or doubled a prompt.
         """
-        settled: QueueSettlement = await self.ask(self.queue.advance, version, batch.group_ids, published)
-        discarded, counts = settled.discarded, settled.counts
-        known = [prompt_id for prompt_id in settled.outstanding if self.outstanding.knows(prompt_id)]
-        # Admitted, but the pool hasn't got the answer yet; a new queue would admit them again.
-        coming = len(settled.outstanding) - len(known)
-        counted = counts | {"admitted": counts["admitted"] - coming, "in_flight": counts["in_flight"] - coming}
-        self.ledger.settle(step, trained=batch.prompt_ids, discarded=discarded, outstanding=known, counts=counted)
-        self.outstanding.settle(version, published, trained=batch.prompt_ids, discarded=discarded)
-        self._observer.note(self.outstanding.delays.read())
-        return counts, discarded
+        discarded = self.book.settle(version, published, batch.group_ids, now=time.monotonic())
+        self.ledger.settle(step, trained=batch.prompt_ids, discarded=discarded, contents=self.book.contents())
+        self._observer.note(self.book.delays.read())
+        return self.book.counts(), discarded

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from actors.carriers import Observation, PreparedBatch, StepVersions
+from actors.carriers import Observation, PreparedBatch
 from actors.checkpoints.checkpoint_writer import CheckpointWriter
 from actors.cluster.hub import outline_folder
 from actors.cluster.placement import reserve, still_there
@@ -37,7 +37,7 @@ from actors.pool.elastic import first_workers
 from actors.pool.pool import RolloutPool
 from actors.processes import interrupts
 from actors.processes.stopwatch import Stopwatch
-from actors.processes.supervision import done_or_reported, kill, together, unless_failed, unless_set, wait_for
+from actors.processes.supervision import done_or_reported, kill, unless_failed, unless_set, wait_for
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.disk_waits import ByDisk, by_disk
 from actors.record.observer import Observer
@@ -75,7 +75,7 @@ class Controller:
         """A learner that stayed up when the run went back to a checkpoint, and is used again."""
         self._step_under_way: StepUnderWay | None = None
         self._are_up = False
-        """All parts have started; from then on queue and service can be replaced."""
+        """All parts have started; from then on the service can be replaced."""
         self._began = time.monotonic() - self._point.elapsed_s
         self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
         self._announce_end = partial(self._warn, kind=EventKind.ENDING)
@@ -159,8 +159,9 @@ class Controller:
             gc.freeze()  # a full garbage collection need not walk through all that the imports made
             self._observer.phase("training")
             self._observer.training_begins(time.monotonic() - self._began)
-        prompts = map(self._task.train_prompt, itertools.count(self._source.outstanding.admitted))
-        await unless_failed(self._train_and_save(), self._pool.feed(prompts, self._source.take_unfinished(), self._observer.admitted))
+        prompts = map(self._task.train_prompt, itertools.count(self._source.book.admitted))
+        feeding = self._pool.feed(prompts, self._source.take_unfinished(), self._source.ledger.hand_out, self._observer.admitted)
+        await unless_failed(self._train_and_save(), feeding)
         self._shutdown.is_training, self._is_trained = False, True
 
     async def _finish(self, after: Evaluation | None) -> RunSummary:
@@ -200,25 +201,22 @@ class Controller:
         self._alarms = AlarmResponse(self._config.monitor, self._config.correction, self._point.replacement)
         of_run = self._config.checkpoint, self._config.deadlines
         self._checkpoints = CheckpointWriter(self._folder, self._observer, *of_run, begins_at=self._step)
-        await self._make_queue()
-        self._pool.serve(self._source.queue, self._generation, self._source.outstanding)
+        await self._open_book()
+        self._pool.serve(self._source.book, self._source.changes, self._generation)
         await self._start_parts()
 
     async def _replace(self, lost: Lost, failure: BaseException) -> None:
-        """Replace queue and service; learner and engines keep running. Raises: what an update has failed with."""
+        """Replace the service; learner and engines keep running."""
         self._observer.doing(f"{lost} gone: new ones start, rollouts go on")
         await unless_set(self._shutdown.is_asked, self._rollbacks.pause(self._observer.event))
-        self._source.replace(self._alarms.correction)
-        self._parts |= self._source.parts
         if self._step_under_way is not None and self._step_under_way.has_lost_its_batch:
             self._step_under_way = None
         under_way = self._step_under_way
-        advance = StepVersions(self._version, self._sync.version) if under_way and under_way.is_trained else None
-        await self._source.fill(under_way.batch if under_way else None, advance)
-        self._pool.follow_queue(self._source.queue)
+        self._source.replace(self._alarms.correction, self._version if under_way is None else under_way.batch.version + 1)
+        self._parts |= self._source.parts
         if under_way is None:  # it may have been asked for logprobs
             await self._learner.settled()
-        self._observer.replaced_queue()
+        self._observer.replaced_service()
         self._warn(what_goes_on(lost, failure, step=self._step))
 
     async def _withdraw(self, lost: Lost, failure: BaseException) -> None:
@@ -265,9 +263,9 @@ class Controller:
         return result
 
     async def _settle(self, batch: PreparedBatch, result: Any) -> None:
-        """Record a finished step in queue, ledger and metrics. Args: result: the learner's."""
+        """Record a finished step in book, ledger and metrics. Args: result: the learner's."""
         of_step = self._step + 1, self._version, batch, result, self._watch.read()
-        counts, discarded = await self._source.settle(self._step + 1, batch, version=self._version, published=self._sync.version)
+        counts, discarded = self._source.settle(self._step + 1, batch, version=self._version, published=self._sync.version)
         self._step, self._step_under_way = self._step + 1, None
         self._steps.end_step(partial(self._observer.end_step, *of_step, counts, discarded))
         self._learning.trained()
@@ -288,7 +286,8 @@ class Controller:
     async def _next_batch(self) -> PreparedBatch:
         await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
-        with self._watch.phase("wait_learner") as wait, self._pool.learner_waits(self._version, wait):
+        with self._watch.phase("wait_learner") as wait:
+            self._pool.learner_waits(self._version, wait)
             batch = self._source.next(self._version, self._learner, self._pool, step=self._step)
             return await self._steps.report_during(batch, after_s=_BATCH_IS_LATE_S)
 
@@ -319,7 +318,7 @@ class Controller:
         if self._config.dynamic_sampling_on_shortage == "train":
             self._warn(f"{reason}. From here on the run trains on all groups, as dynamic_sampling_on_shortage = train asks for")
             self._learning.goes_on_without_filter()
-            self._source.outstanding.filters = False
+            self._source.book.filters = False
         elif self._step < self._config.steps:
             saved = " with a checkpoint" if self._step else ""
             self._announce_end(f"no batch comes together: {reason}. The run ends{saved}")
@@ -332,7 +331,7 @@ class Controller:
         return await self._shutdown.unless_interrupted(self._evaluations.whole("after training", self._step, self._version, self._sync))
 
     async def _save(self) -> None:
-        """Save a checkpoint. The learner is idle, and no group is being moved in the queue."""
+        """Save a checkpoint. The learner is idle."""
         await self._checkpoints.finished()
         self._observer.doing(f"checkpoint of step {self._step}")
         await self._steps.flush()  # a resume goes on after this step: its line and counts have to be there by then
@@ -341,7 +340,7 @@ class Controller:
 
     async def _training_state(self) -> TrainingState:
         queue, monitor = await self._source.saved(self._shutdown.is_hurried)
-        mark = await self._by_disk(self._observer.disk.result(partial(self._source.ledger.flush, queue)), "the ledger's lines")
+        mark = await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
         of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
         return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, self._observer.totals(), monitor, *of_run)
 
@@ -352,24 +351,22 @@ class Controller:
         await self._by_disk(observer.disk.result(keep), "config and tokenizer of the model")
         workers, ranks = first_workers(config.rollout, config.places), config.learner.world_size
         observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
-        await self._make_queue()
+        await self._open_book()
         self._places = await reserve(config)  # before engines take the GPUs
         self._start_pool()
 
-    async def _make_queue(self) -> None:
+    async def _open_book(self) -> None:
         self._empty_steps = EmptySteps(self._config.max_staleness, self._observer.event)
         self._source = await BatchSource.opened(self._config, self._point, self._folder, self._observer, self._by_disk)
-        self._source.outstanding.filters &= self._learning.filters  # also after the run has gone back
-        self._parts |= self._source.parts
+        self._source.book.filters &= self._learning.filters  # also after the run has gone back
 
     async def _start_parts(self) -> None:
-        """Start service and learner at the starting point; return when one engine holds the first weights. Queue and pool are there."""
+        """Start service and learner at the starting point; return when one engine holds the first weights. Book and pool are there."""
         config, observer = self._config, self._observer
         self._source.start(self._alarms.correction)
         self._parts |= self._source.parts
         self._places = self._places if self._kept else await still_there(self._places, config)
-        starting = start_learner(config, self._point, self._places, self._parts, self._kept)
-        _, (self._learner, infos) = await together(self._source.fill(), starting)
+        self._learner, infos = await start_learner(config, self._point, self._places, self._parts, self._kept)
         for info in infos:
             observer.joined(info)
         for level, note in self._alarms.notes():
@@ -383,7 +380,7 @@ class Controller:
     def _start_pool(self) -> None:
         config = self._config
         settings = worker_settings(config, self._folder.model_path.absolute(), self._held_out[0])
-        of_run = self._source.queue, self._observer, config.places, self._source.outstanding, self._learning.finished
+        of_run = self._source.book, self._source.changes, self._observer, config.places, self._learning.finished
         self._pool = RolloutPool(settings, config.deadlines, *of_run)
         self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
         self._evaluations.counts_from = self._pool.members.attended_since

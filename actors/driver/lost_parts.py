@@ -1,4 +1,4 @@
-"""Who of a run's parts is gone: the learner's ranks, the trajectory queue and the correction service, which hold its state.
+"""Who of a run's parts is gone: the learner's ranks and the correction service, which hold its state.
 
 A part is gone when Ray has seen its process end, when its heartbeat or its answers stop, or when a rank says that its device or a
 collective has failed. An answer can be lost while all parts live. What the run does then: rollback.py.
@@ -21,7 +21,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from actors.driver.parts import REPLACEABLE, SERVICE
+from actors.driver.parts import SERVICE
 from actors.processes.event_level import Notify
 from actors.processes.part_heartbeat import TakeReport, raise_when_silent
 from actors.processes.supervision import argument_gone, call_with_retries, first_error, kill, no_room, unless_failed
@@ -57,7 +57,7 @@ class Lost:
     @property
     def is_replaceable(self) -> bool:
         """Whether the driver knows all that is lost, so that new parts can go on where the run stands."""
-        return not self.answer and REPLACEABLE.issuperset(self.parts)
+        return not self.answer and set(self.parts) <= {SERVICE}
 
 
 async def raise_when_lost(parts: Mapping[str, Any], heartbeat_s: float, notify: TakeReport) -> None:
@@ -93,7 +93,7 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> Lost:
     gone = [name for name, task in asked.items() if task.done() and task.result()]
     is_late = isinstance(error, DeadlineExceeded | ActorUnavailable)
     silent = [name for name, task in asked.items() if not task.done()] if is_late else []
-    silent = [name for name in silent if name in REPLACEABLE] or silent  # a busy rank answers only after its step
+    silent = [name for name in silent if name == SERVICE] or silent  # a busy rank answers only after its step
     for task in asked.values():
         task.cancel()
     failed = [error.rank] if isinstance(error, RankFailed) and error.rank in parts else []  # by the end of another rank, if one is gone

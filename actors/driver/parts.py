@@ -1,4 +1,4 @@
-"""The parts that hold a run's state in processes of their own: queue, learner, correction service. They begin at a starting point.
+"""The parts that hold a run's state in processes of their own: learner and correction service. They begin at a starting point.
 
 Rollout workers hold none of it, and outlive these: see rollback.py.
 """
@@ -16,7 +16,6 @@ from actors.config import RunConfig
 from actors.hub_name import absolute
 from actors.part_carriers import ActorInfo, WorkerSettings
 from actors.pool.pool import RolloutPool
-from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.ranks.learner_group import LearnerGroup
 from actors.record.observer import Observer
 from actors.record.run_folder import Checkpoint
@@ -28,9 +27,8 @@ from actors.weights.weight_sync import SyncCallbacks, WeightSync
 from correction.settings.schedule import needs_topk
 from rollout.trajectory import Prompt, SyncReceipt
 
-QUEUE, SERVICE = "trajectory queue", "correction service"
-REPLACEABLE = frozenset({QUEUE, SERVICE})
-"""Parts of which the driver knows all that they hold. The others are the learner's ranks."""
+SERVICE = "correction service"
+"""The part that can be replaced, as the driver knows all that it holds. The others are the learner's ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +67,6 @@ class StartingPoint:
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}" if self.checkpoint else "its beginning (it has no checkpoint)"
-
-
-def make_queue(config: RunConfig) -> Any:
-    """Start the actor of an empty trajectory queue."""
-    queue = on_drivers_node(TrajectoryQueueActor, max_concurrency=4096).remote(
-        groups_per_step=config.groups_per_step, max_staleness=config.max_staleness
-    )
-    lower_priority(queue)
-    return queue
 
 
 async def start_learner(

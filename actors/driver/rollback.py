@@ -1,8 +1,8 @@
 """What a run does when a part that holds its state dies: it goes back to its last checkpoint in the same process; the engines stay up.
 
-The parts are the learner's ranks, the trajectory queue and the correction service. If only queue or service die, the driver replaces both
-at the present step (batch_source.py), because it knows what they held. The weights and the optimizer's state of a rank that dies are
-nowhere else. Then queue, service and learner start again from the last complete checkpoint, as after a resume: the ledger is cut back to
+The parts are the learner's ranks and the correction service. If only the service dies, the driver replaces it at the present step
+(batch_source.py), because it knows what it held. The weights and the optimizer's state of a rank that dies are nowhere else. Then book,
+service and learner start again from the last complete checkpoint, as after a resume: the ledger is cut back to
 it, and the data go on at its position. The same happens if the device of a rank or a collective fails, which ends the rank, if a part dies
 while the run starts, or if an answer of the learner is lost. All steps since the checkpoint are done again. A learner whose ranks are all
 alive loads the checkpoint without a restart.
@@ -43,7 +43,7 @@ MOST_ROLLBACKS = 3
 most likely die, too."""
 ROLLBACKS_S = 3600.0
 _FREE_REPLACEMENTS = 10
-"""Replacements of queue and service within ROLLBACKS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
+"""Replacements of the service within ROLLBACKS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
 REPLACEMENT_PAUSE_S seconds."""
 _IDLE_S = 30.0
 """Seconds that the learner's ranks have to finish their calls (at least; as long as their start took, if that was longer). Ranks that
@@ -91,9 +91,9 @@ class Rollbacks:
         self._folder, self._task = folder, task
         self._goal = -1
         self._before: list[tuple[float, int, bool]] = []
-        """Rollbacks to the present checkpoint: (time in seconds, step, whether only queue and service were replaced, at that step)."""
+        """Rollbacks to the present checkpoint: (time in seconds, step, whether only the service was replaced, at that step)."""
         self._replaced: list[float] = []
-        """Times of the latest replacements of queue and service."""
+        """Times of the latest replacements of the service."""
 
     def allow(self, lost: Lost, error: BaseException, *, saved: int, step: int, is_replaced: bool = False) -> None:
         """Count one more rollback. Deaths that are hours apart, each at another step, are taken for chance.
@@ -102,7 +102,7 @@ class Rollbacks:
             error: by which it was found lost.
             saved: step of the newest checkpoint; 0: there is none.
             step: the last one that the run has finished.
-            is_replaced: queue and service are replaced at that step, so that only deaths at the same step count. However many come at
+            is_replaced: the service is replaced at that step, so that only deaths at the same step count. However many come at
                 others, the run makes progress; `pause` sees to it that most of the time is not for replacements.
         Raises: the error itself, if nothing is lost; ActorLost after more than MOST_ROLLBACKS to one checkpoint.
         """
@@ -121,12 +121,12 @@ class Rollbacks:
             ) from error
 
     async def pause(self, notify: Notify) -> None:
-        """Wait before queue and service are replaced again, if that has happened often lately. Args: notify: takes level and sentence."""
+        """Wait before the service is replaced again, if that has happened often lately. Args: notify: takes level and sentence."""
         number = len(self._replaced)
         if number <= _FREE_REPLACEMENTS:
             return
         pause_s = doubled_pause_s(number - _FREE_REPLACEMENTS, 2.0, REPLACEMENT_PAUSE_S)
-        notify("warning", f"queue or service were lost {number} times in {ROLLBACKS_S / 60:.0f} minutes: new ones in {pause_s:.0f} s")
+        notify("warning", f"the service was lost {number} times in {ROLLBACKS_S / 60:.0f} minutes: a new one in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
     async def found(self, model: Path, disk: RetryingWriter, notify: Notify, by_disk: ByDisk) -> Found:
@@ -204,10 +204,10 @@ def what_is_done_again(point: StartingPoint, *, step: int, version: int, generat
 
 
 def what_goes_on(lost: Lost, error: BaseException, *, step: int) -> str:
-    """One sentence for the run's events when queue and service are replaced. Args: step: the last finished one."""
+    """One sentence for the run's events when the service is replaced. Args: step: the last finished one."""
     return (
-        f"lost: {lost} ({_reason(error)}). New ones go on after step {step}, with all groups that are under way. "
-        "No step is lost. The diagnostics of the batches that the service held are lost"
+        f"lost: {lost} ({_reason(error)}). A new one goes on after step {step}, with all groups that are under way. "
+        "No step is lost. The diagnostics of the batches that it held are lost"
     )
 
 

@@ -12,17 +12,12 @@ from correction.errors import StepAborted
 
 
 class StepUnderWay:
-    """A step from the moment in which the learner gets its batch until ledger and queue have recorded it."""
+    """A step from the moment in which the learner gets its batch until ledger and book have recorded it."""
 
     def __init__(self, batch: PreparedBatch, learn: Callable[[PreparedBatch], Coroutine[Any, Any, Any]]) -> None:
-        """Args: learn: trains on the batch, and returns the learner's result; it goes on if queue or service die meanwhile."""
+        """Args: learn: trains on the batch, and returns the learner's result; it goes on if the service dies meanwhile."""
         self.batch = batch
         self._learning = asyncio.create_task(learn(batch))
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether the weights were trained on the batch. Raises: the error that the step failed with."""
-        return self._learning.done() and not self._is_aborted and self._learning.result() is not None
 
     @property
     def has_lost_its_batch(self) -> bool:

@@ -339,8 +339,8 @@ _GROUPS = [
     _counter("groups/invalid_total", "invalid groups", "Groups discarded because fewer than two of their trajectories were valid."),
 ]
 _ROLLOUT = [
-    _counter("queue/replaced_total", "replaced queues", "Times that queue and correction service were replaced: one of them had died."),
-    _gauge("queue/groups", _U.ONE, _R.LAST, "queued groups", "Finished groups that wait in the trajectory queue."),
+    _counter("service/replaced_total", "replaced services", "Times that the correction service was replaced, because it had died."),
+    _gauge("queue/groups", _U.ONE, _R.LAST, "queued groups", "Finished groups that are in no batch yet."),
     _gauge(
         "queue/outstanding", _U.ONE, _R.LAST, "outstanding groups",
         "Groups that were started, and neither trained on nor discarded yet; at most (max_staleness + 1) * groups_per_step.",

@@ -187,7 +187,7 @@ def of_driver(shape: ModelShape, config: RunConfig) -> dict[str, int]:
         BATCHES: 2 * (tokens * CORRECTED + keys),
         FOR_CHECKPOINTS: waiting,
         "answers put together for a checkpoint": waiting,
-        "driver, queue and service themselves": 3 * MODULES,
+        "driver and service themselves": 2 * MODULES,
     }
 
 

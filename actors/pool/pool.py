@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from actors.carriers import DiscardReason, GroupFailure, StoredGroup, Ticket
 from actors.config import DeadlinesConfig
+from actors.groups.book import GroupBook
+from actors.groups.changes import Changes
 from actors.part_carriers import WorkerSettings
 from actors.pool import workers
-from actors.pool.admission import QueueClient
-from actors.pool.delivery import Delivery
 from actors.pool.dispatch import Questions, WaitingWork, continuing
 from actors.pool.evaluation_answers import EvaluationAnswers
 from actors.pool.faults import ATTEMPTS, FEWEST_FAILED, WINDOW_S, GroupOutcomes
@@ -30,7 +29,6 @@ from actors.pool.scoring import Scoring
 from actors.pool.workers import PoolObserver, WorkerHandle
 from actors.processes.stopwatch import Phase
 from actors.processes.supervision import call_until_answered, call_with_retries, unless_failed, wait_for
-from actors.queue.outstanding import Outstanding
 from actors.queue.payloads import disregard, to_hand_on
 from actors.settings.deadlines import ANSWER_S, group_s
 from actors.settings.evaluation_places import evaluation_answers_at_once
@@ -54,22 +52,20 @@ class RolloutPool:
         self,
         settings: WorkerSettings,
         deadlines: DeadlinesConfig,
-        queue: Any,
+        book: GroupBook,
+        changes: Changes,
         observer: PoolObserver,
         places: int = 1,
-        outstanding: Outstanding | None = None,
         on_finished: Callable[[StoredGroup], object] = lambda _: None,
     ) -> None:
         """
         Args:
+            changes: of the book.
             places: groups that admission allows outstanding.
-            outstanding: the driver's record of the groups under way.
             on_finished: takes each group that a worker has sampled and scored.
         """
         self._config, self._deadlines, self._observer, self.tasks = settings.rollout, deadlines, observer, PoolTasks()
-        self._queue = QueueClient(queue, late=lambda text: observer.event("warning", text))
-        self._outstanding, self._on_finished = outstanding or Outstanding(), on_finished
-        self._begin_delivery()
+        self._book, self._changes, self._on_finished = book, changes, on_finished
         self._results = 3 if settings.has_wide_fields else 2
         """Ray objects that a worker's call for a group returns: facts, tokens, and wide fields if there are any."""
         self._begin_books()
@@ -109,19 +105,9 @@ class RolloutPool:
         self._begin_books()  # the same numbers come again
         self.tasks.renew()
 
-    def follow_queue(self, queue: Any) -> None:
-        """A new queue, which holds what was outstanding: all work goes on. It gets again what it may have missed while it was filled."""
-        self._queue = self._queue.replaced_by(queue)
-        self._delivery.close()
-        self._begin_delivery()
-        self._delivery.add(*self._outstanding.finished)
-        for group_id, reason in self._outstanding.given_up:
-            self.tasks.spawn(self._queue.give_up(group_id, reason))
-
-    def serve(self, queue: Any, generation: int, outstanding: Outstanding) -> None:
-        """Finished groups go to another queue from now on; what the workers have under way is given up."""
-        self._queue, self._outstanding = self._queue.replaced_by(queue), outstanding
-        self._begin_delivery()
+    def serve(self, book: GroupBook, changes: Changes, generation: int) -> None:
+        """Groups are those of another book from now on; what the workers have under way is given up."""
+        self._book, self._changes = book, changes
         self.members.begin(generation)
 
     async def stop(self) -> None:
@@ -169,32 +155,54 @@ class RolloutPool:
 
     # -- work --------------------------------------------------------------------------------------------------------
 
-    async def feed(self, prompts: Iterator[Prompt], unfinished: Sequence[Ticket], on_admitted: Callable[[list[Ticket]], None]) -> None:
+    async def feed(
+        self,
+        prompts: Iterator[Prompt],
+        unfinished: Sequence[Ticket],
+        hand_out: Callable[[Sequence[str]], None],
+        on_admitted: Callable[[list[Ticket]], None],
+    ) -> None:
         """Admit prompts as places become free and hand them to workers, until cancelled.
 
         Args:
-            unfinished: tickets of a restored queue, sampled first.
+            unfinished: tickets of a restored book, sampled first.
+            hand_out: called with the ids of prompts before the book hears of them.
             on_admitted: called with tickets before workers get them.
         """
         self._work.is_fed = True
         try:
             self._work.add_groups(unfinished)
             self.wake()
-            again = self._queue.sample_again(self._sample_lost)
-            await unless_failed(self._admit(prompts, on_admitted), again)
+            await unless_failed(self._admit(prompts, hand_out, on_admitted), self._sample_lost())
         finally:
             self._work.is_fed = False
 
-    def _sample_lost(self, tickets: list[Ticket]) -> None:
-        """Called for groups whose tokens were lost with a node: record it; the caller has them sampled again."""
-        self._outstanding.lose(tickets)
-        self._observer.lost(tickets)
-        self._work.add_groups(tickets)
-        self.wake()
+    async def _sample_lost(self) -> None:
+        """Never returns: groups whose tokens can't be read are sampled again."""
+        while True:
+            await self._changes.until(lambda: self._book.has_lost)
+            tickets = self._book.take_lost()
+            self._observer.lost(tickets)
+            self._work.add_groups(tickets)
+            self.wake()
 
-    async def _admit(self, prompts: Iterator[Prompt], on_admitted: Callable[[list[Ticket]], None]) -> None:
-        async for tickets in self._queue.admit(prompts, self._deadlines.notice_s):
-            self._outstanding.admit(tickets)
+    async def _admit(
+        self, prompts: Iterator[Prompt], hand_out: Callable[[Sequence[str]], None], on_admitted: Callable[[list[Ticket]], None]
+    ) -> None:
+        """Never returns."""
+        held: list[Prompt] = []
+        places = 0
+        while True:
+            while len(held) < places and self._book.free_places <= 0:  # prepare as many as last time, while the engines work
+                held.append(next(prompts))
+                await asyncio.sleep(0)
+            await self._changes.until(lambda: self._book.free_places > 0)
+            places = self._book.free_places
+            while len(held) < places:
+                held.append(next(prompts))
+            new, held = held[:places], held[places:]
+            hand_out([prompt.prompt_id for prompt in new])
+            tickets = self._book.admit(new, now=time.monotonic())
             on_admitted(tickets)
             self._work.add_groups(tickets)
             self.wake()
@@ -217,7 +225,7 @@ class RolloutPool:
                 nonlocal found, payload, wide
                 if found is not None:
                     disregard(found, payload, *wide)
-                self._outstanding.delays.called(group_id)
+                self._book.hand_out(group_id, worker.name, now=time.monotonic())
                 sample = worker.actor.generate_group.options(num_returns=self._results)
                 found, payload, *wide = sample.remote(ticket, self.members.generation)
                 return found
@@ -238,10 +246,10 @@ class RolloutPool:
             else:
                 if self._groups.is_suspect(group_id):
                     self._work.suspect(group_id)
-                self._work.add_groups([ticket])
+                self._wait_again(ticket)
         except LateError as error:  # the worker waits for others
             self._observer.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
-            self._work.add_groups([ticket])
+            self._wait_again(ticket)
         else:
             self._take(worker, ticket, outcome, payload, wide[0] if isinstance(outcome, GroupFacts) and outcome.wide_bytes > 0 else None)
         finally:
@@ -250,11 +258,16 @@ class RolloutPool:
                 disregard(found, payload, *wide)
         self.wake()
 
+    def _wait_again(self, ticket: Ticket) -> None:
+        """Have another worker sample the group, unless it is finished or gone."""
+        if self._book.waits(ticket.group_id):
+            self._work.add_groups([ticket])
+
     def _take(self, worker: WorkerHandle, ticket: Ticket, outcome: GroupOutcome, payload: Any, wide: Any) -> None:
         """Record the outcome of a group. Args: payload: a finished group itself, or a reference to it; wide: as in StoredGroup."""
         if isinstance(outcome, UnfinishedGroup):
             worker.handed_back.append(outcome)
-            self._work.add_groups([continuing(ticket, outcome)])
+            self._wait_again(continuing(ticket, outcome))
         elif not isinstance(outcome, GroupFailure):
             if not worker.has_worked:
                 worker.has_worked = True
@@ -263,10 +276,9 @@ class RolloutPool:
             self.members.finished_group()
             self._groups.finished(ticket.group_id, worker.name, self._now())
             self._work.forget(ticket.group_id)
-            self._observer.group_finished(outcome, worker.name)
-            group = self._outstanding.finish(StoredGroup(outcome, payload, wide, worker.source))
-            self._delivery.add(group, are_last=self._outstanding.are_all_sampled)
-            self._on_finished(group)
+            if (group := self._book.finish(StoredGroup(outcome, payload, wide, worker.source), now=time.monotonic())) is not None:
+                self._observer.group_finished(outcome, worker.name)
+                self._on_finished(group)
             self._scoring.finished(outcome)
         else:
             may_go_on = not outcome.is_final and self._groups.failed(ticket.group_id, worker.name)
@@ -276,7 +288,8 @@ class RolloutPool:
         """Called when a worker could not sample a group: have another one sample it, or discard it."""
         if may_go_on:
             self._observer.event("warning", f"group {ticket.group_id} is sampled again: {why}")
-            self._work.add_failed(ticket, worker)
+            if self._book.waits(ticket.group_id):
+                self._work.add_failed(ticket, worker)
             self.tasks.spawn(self._prefer_ready(self._work, ticket.group_id))
         else:
             self._discard(ticket, DiscardReason.FAILED, why)
@@ -298,27 +311,20 @@ class RolloutPool:
             if not isinstance(error, ActorUnavailable):
                 self._engine_failed(worker, error)
 
-    def _begin_delivery(self) -> None:
-        self._delivery = Delivery(self._queue, partial(self._observer.event, "warning"), spawn=partial(self.tasks.spawn, name=_CALL))
-
-    @contextmanager
-    def learner_waits(self, version: int, wait: Phase) -> Iterator[None]:
-        """To be put around the learner's wait for a batch, once a step.
+    def learner_waits(self, version: int, wait: Phase) -> None:
+        """To be called when the learner begins to wait for a batch, once a step.
 
         Args:
             version: of the learner's weights.
             wait: measured by the driver.
         """
         self.members.learner_waits(version, wait)
-        with self._delivery.urgent():
-            yield
 
     def _discard(self, ticket: Ticket, reason: DiscardReason, why: str) -> None:
         self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
         self._work.forget(ticket.group_id)
         self._lost_groups.discarded(ticket.group_id)
-        self._outstanding.give_up(ticket, reason)
-        self.tasks.spawn(self._queue.give_up(ticket.group_id, reason))
+        self._book.give_up(ticket.group_id, reason)
         self._groups.discarded(ticket.group_id, why, self._now())
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:

@@ -1,7 +1,7 @@
 """Groups by reference: between actors go a group's facts (rewards, lengths, version spans); its tokens stay in the object store.
 
-A worker's call returns two results to the pool: the facts of the finished group, and the group itself. Facts and a reference to the group
-go on to the queue and the service. In Ray the caller owns a result, here the driver, and an object is lost with its owner. So a group
+A worker's call returns two results to the pool: the facts of the finished group, and the group itself. A reference to the group goes on to
+the service. In Ray the caller owns a result, here the driver, and an object is lost with its owner. So a group
 outlives the worker that sampled it, whose engine may fail at any moment. It lies in the object store of the worker's node: if the node is
 lost, the group is sampled again.
 
@@ -9,7 +9,7 @@ The fields of a group that only the learner's ranks read (wide fields, correctio
 service never reads it: the batch names the object for each sequence, and each rank reads those that it computes with (LearnerGroup.fetch).
 
 Small groups go on by value. Ray returns results below 100 KB into the caller's memory, and never frees one whose reference has passed
-through two processes, as from the queue to the service: with short answers 3 kB a group would be leaked until the run ends.
+through two processes: with short answers 3 kB a group would be leaked until the run ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.carriers import QueueContents, StoredGroup
+from actors.carriers import StoredGroup
 from actors.part_carriers import WaitNotice
-from actors.processes.supervision import call_with_retries, has_failed, no_room, wait_for
+from actors.processes.supervision import has_failed, no_room, wait_for
 from actors.settings.deadlines import tokens_call_s, tokens_s
-from actors.state.queue_snapshot import QueueSnapshot
+from actors.state.queue_snapshot import BookContents, QueueSnapshot
 from correction.errors import ActorLost, EvenkeelError, counted
 from rollout.trajectory import Group, GroupFacts
 
@@ -199,20 +199,14 @@ async def whole(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[li
     return joined, sorted([*lost, *lost_too])
 
 
-async def whole_snapshot(
-    queue: Any, *, deadline_s: float, tokens_s: float | None = None, tell: Callable[[str], object] = lambda _: None
-) -> QueueSnapshot:
-    """The queue's state for a checkpoint: finished groups with their tokens. Groups whose tokens are lost go back to those in flight.
+async def whole_snapshot(contents: BookContents, *, tokens_s: float, tell: Callable[[str], object] = lambda _: None) -> QueueSnapshot:
+    """What a checkpoint holds: finished groups with their tokens. Groups whose tokens are lost go back to those in flight.
 
     Args:
-        deadline_s: for the queue's answer.
-        tokens_s: for the tokens; those that are later are lost. None: as long as for the queue's answer.
+        tokens_s: seconds for the tokens; those that are later are lost.
         tell: takes a sentence, if there are such groups.
-    Raises: DeadlineExceeded.
     """
-    what = "contents <- trajectory queue"
-    contents: QueueContents = await call_with_retries(lambda: queue.contents.remote(), what, deadline_s=deadline_s)
-    groups, lost = await whole(contents.finished, deadline_s=deadline_s if tokens_s is None else tokens_s)
+    groups, lost = await whole(contents.finished, deadline_s=tokens_s)
     if lost:
         tell(f"the tokens of {counted(len(lost), 'finished group')} can't be read: the checkpoint has their prompts, to be sampled again")
     return QueueSnapshot.of(contents, groups)

@@ -69,8 +69,8 @@ class Observer:
         self._probes.forget()
         self.steps.roll_back(step)
 
-    def replaced_queue(self) -> None:
-        self._totals.count("queue/replaced_total")
+    def replaced_service(self) -> None:
+        self._totals.count("service/replaced_total")
 
     # -- actors ------------------------------------------------------------------------------------------------------
 

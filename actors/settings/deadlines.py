@@ -21,7 +21,7 @@ from rollout.config import RolloutConfig
 from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 
 ANSWER_S = 60.0
-"""Seconds in which the trajectory queue's actor answers a call, in addition to the wait that the call asks for."""
+"""Seconds in which a part answers a short call, in addition to the wait that the call asks for."""
 _LEARNER_PACE = 1000
 """Tokens a second of the slowest learner over those of one answer at deadlines.tokens_per_s: it reads many sequences at once."""
 _CHECKPOINT_COPIES = 8
@@ -36,7 +36,7 @@ _ANSWERS_LATER_S = 30.0
 _TOKEN_BYTES = 4096
 """Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, or its experts in a hundred layers."""
 REPLACEMENT_PAUSE_S = 60.0
-"""Longest pause before queue and service are replaced, or an engine of a pool that loses many while it works."""
+"""Longest pause before the service is replaced, or an engine of a pool that loses many while it works."""
 KEEP_S = 600.0
 """Longest time to bring the batch of a skipped step from the object store to disk; the lines of later steps wait meanwhile."""
 
@@ -121,7 +121,7 @@ def newer_weights_s(step_s: float, sync_s: float) -> float:
 
 
 def new_parts_s(start_s: float) -> float:
-    """Longest wait for a new queue and service in place of lost ones: the pause before them, and their start."""
+    """Longest wait for a new service in place of a lost one: the pause before it, and its start."""
     return REPLACEMENT_PAUSE_S + start_s
 
 

@@ -1,11 +1,12 @@
-"""The ledger: every prompt of a run, once, and always in balance with the queue.
+"""The ledger: every prompt of a run, once, and a check of the book of groups that doesn't believe it.
 
-    admitted = trained + discarded + outstanding        lines of ledger.jsonl = trained + discarded
+    handed out = trained + discarded + under way        lines of ledger.jsonl = trained + discarded
 
-One line of ledger.jsonl for each prompt that has left the queue, with what became of it. In memory are the prompts that haven't, and
-counts: a run of any length costs what is under way. The two books are compared id by id, and the discarded ones reason by reason, at
-every step and checkpoint; a prompt that one of them has lost, doubled or used before is an error that names it. Prompts come in the order
-of their ids (epoch, position), so that one that comes again is known without those that are gone.
+One line of ledger.jsonl for each prompt that has left the book, with what became of it. In memory are the prompts that haven't, counted
+as they are taken from the data, and numbers of those that have, counted as their lines are written: a run of any length costs what is under
+way. The book is compared with them id by id, and the discarded ones reason by reason, at every step, checkpoint and resume; a prompt that
+was lost, doubled or used before is an error that names it. Prompts come in the order of their ids (epoch, position), so that one that comes
+again is known without those that are gone.
 
 A checkpoint has the file's length and checksum (`LedgerMark`). A resume compares them and cuts off what came later, without parsing a line.
 """
@@ -22,9 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.carriers import DiscardedGroup, discarded_as
+from actors.carriers import DiscardedGroup
 from actors.state.json_lines import append_whole
-from actors.state.queue_snapshot import QueueSnapshot
+from actors.state.queue_snapshot import BookContents, QueueSnapshot
 from correction.errors import LedgerError
 from rollout.tasks.prompt_place import PromptPlace
 
@@ -47,7 +48,7 @@ class LedgerMark:
     aside: int = 0
     """Lines of damaged files that resumes have set aside."""
     last: str = ""
-    """Id of the last prompt admitted to the queue."""
+    """Id of the last prompt handed out."""
 
 
 def at_once(write: Callable[[], None]) -> None:
@@ -56,7 +57,7 @@ def at_once(write: Callable[[], None]) -> None:
 
 
 class Ledger:
-    """The driver's record of all prompts, kept apart from the queue's: the file, the ids under way, and the counts."""
+    """The driver's record of all prompts, fed by what is handed out and written, never by the book of groups."""
 
     def __init__(self, path: Path, *, hand_over: HandOver = at_once) -> None:
         """The ledger of a run that begins. Lines left by a start without a checkpoint are removed.
@@ -65,7 +66,7 @@ class Ledger:
             for the disk.
         """
         self._path, self._hand_over, self._writing = path, hand_over, threading.Lock()
-        self._mark = LedgerMark()
+        self._mark, self._last = LedgerMark(), ""
         self._open: set[str] = set()
         self._admitted = self._trained = 0
         self._discarded = Counter[str]()
@@ -101,70 +102,67 @@ class Ledger:
         elif path.is_file():
             os.truncate(path, mark.bytes)
         ledger = cls.__new__(cls)
-        ledger._path, ledger._mark, ledger._unwritten = path, mark, []
+        ledger._path, ledger._mark, ledger._last, ledger._unwritten = path, mark, mark.last, []
         ledger._hand_over, ledger._writing = hand_over, threading.Lock()
         ledger._open = set(outstanding_ids(queue)) | {group.prompt_id for group in queue.unreported}
         ledger._admitted, ledger._trained = queue.admitted, queue.trained
         ledger._discarded = _reported_by_reason(queue)
         return ledger, warning
 
-    def settle(
-        self,
-        step: int,
-        *,
-        trained: Iterable[str],
-        discarded: Iterable[DiscardedGroup] = (),
-        outstanding: Iterable[str] = (),
-        counts: Mapping[str, int] | None = None,
-    ) -> None:
-        """Write down the prompts that a step trained and those given up since the last one, and compare the books.
+    def hand_out(self, prompt_ids: Iterable[str]) -> None:
+        """Count prompts that the run takes from its data, before anybody else hears of them.
+
+        Raises: LedgerError for one that was used before.
+        """
+        for prompt_id in prompt_ids:
+            if prompt_id in self._open or (_order(prompt_id) and _order(prompt_id) <= _order(self._mark.last)):
+                raise LedgerError(f"{prompt_id} used before ({self._mark.last} came later)")
+            self._open.add(prompt_id)
+            self._admitted += 1
+            self._mark = replace(self._mark, last=prompt_id)
+
+    def settle(self, step: int, *, trained: Sequence[str], discarded: Sequence[DiscardedGroup], contents: BookContents) -> None:
+        """Write down the prompts that a step trained and those given up since the last one, and compare the book with them.
 
         Args:
             discarded: since the last call.
-            outstanding: prompts that the queue holds after that.
-            counts: of the queue, at the same moment, with those by reason; None: not compared.
+            contents: of the book after that.
         Raises: LedgerError naming the prompts that the books don't agree on; nothing is written then.
         """
-        done, given_up, held = list(trained), list(discarded), list(outstanding)
-        books = Counter([*done, *(group.prompt_id for group in given_up), *held])
-        new = sorted((prompt_id for prompt_id in books if prompt_id not in self._open), key=_order)
-        self._refuse(step, "twice in the queue's books", [prompt_id for prompt_id, times in books.items() if times > 1])
-        self._refuse(step, "lost: neither trained nor discarded, and no longer under way", self._open - books.keys())
-        newest = _order(self._mark.last)
-        self._refuse(step, f"used before ({self._mark.last} came later)", [p for p in new if _order(p) and _order(p) <= newest])
-        by_reason = self._discarded + Counter(str(group.reason) for group in given_up)
-        mine = {
-            "admitted": self._admitted + len(new),
-            "trained": self._trained + len(done),
-            "discarded": by_reason.total(),
-            "outstanding": len(held),
-            **{discarded_as(reason): groups for reason, groups in by_reason.items()},
-        }
-        if counts is not None:
-            _compare(step, counts, mine, done, given_up, held)
-        outcomes = [*((prompt_id, TRAINED) for prompt_id in done), *((group.prompt_id, group.reason) for group in given_up)]
+        outcomes = [*((prompt_id, TRAINED) for prompt_id in trained), *((group.prompt_id, str(group.reason)) for group in discarded)]
+        left = Counter(prompt_id for prompt_id, _ in outcomes)
+        where, strange = f"step {step}", [one for one, times in left.items() if times > 1 or one not in self._open]
+        self._refuse(where, "left twice, or never handed out", strange)
+        by_reason = self._discarded + Counter(str(group.reason) for group in discarded)
+        self._compare(where, contents, self._open - left.keys(), self._trained + len(trained), by_reason)
         self._write([{"step": step, "prompt_id": prompt_id, "outcome": outcome} for prompt_id, outcome in outcomes])
-        self._open = set(held)
-        self._admitted, self._trained, self._discarded = mine["admitted"], mine["trained"], by_reason
-        if new:
-            self._mark = replace(self._mark, last=new[-1])
+        self._open -= left.keys()
+        self._trained, self._discarded = self._trained + len(trained), by_reason
 
-    def flush(self, queue: QueueSnapshot | None = None) -> LedgerMark:
-        """Put all lines on disk; with the queue's snapshot, between two steps, its books are compared too.
+    def compare(self, contents: BookContents) -> None:
+        """Compare the book with the prompts handed out and the lines written. Raises: LedgerError naming what they don't agree on."""
+        self._compare(f"checkpoint of version {contents.version}", contents, self._open, self._trained, self._discarded)
+        self._last = self._mark.last
 
-        Returns: how far the file has come.
-        Raises: LedgerError naming what the books don't agree on; OSError if the disk doesn't take the lines.
+    def _compare(self, where: str, contents: BookContents, mine: set[str], trained: int, by_reason: Counter[str]) -> None:
+        """Args: mine: ids of prompts handed out that have no line. trained, by_reason: numbers of those that have one."""
+        held = Counter([*(ticket.prompt.prompt_id for ticket in contents.tickets), *(group.prompt_id for group in contents.unreported)])
+        self._refuse(where, "twice in the book", [prompt_id for prompt_id, times in held.items() if times > 1])
+        self._refuse(where, "lost: neither trained nor discarded, and no longer under way", mine - held.keys())
+        self._refuse(where, "under way, but they have left, or were never handed out", held.keys() - mine)
+        books = Counter({str(reason): groups for reason, groups in contents.discarded_by_reason.items()})
+        books.subtract(Counter(str(group.reason) for group in contents.unreported))
+        theirs = {"admitted": contents.admitted, TRAINED: contents.trained, **+books}
+        ours = {"admitted": self._admitted, TRAINED: trained, **+by_reason}
+        if theirs != ours:
+            raise LedgerError(f"{where}: out of balance: the book counts {theirs}, and the prompts handed out and lines written are {ours}")
+
+    def flush(self) -> LedgerMark:
+        """Put all lines on disk.
+
+        Returns: how far the file has come; what was handed out since `compare` is not in the checkpoint, and comes again.
+        Raises: LedgerError if somebody else writes to the file; OSError if the disk doesn't take the lines.
         """
-        if queue is not None:
-            held = {*outstanding_ids(queue), *(group.prompt_id for group in queue.unreported)}
-            self._refuse(queue.version, "lost: neither trained nor discarded, and no longer under way", self._open - held)
-            if found := imbalance_of(queue, self._mark):
-                raise LedgerError(f"checkpoint of version {queue.version}: {found}")
-            if self._discarded != (in_queue := _reported_by_reason(queue)):
-                raise LedgerError(
-                    f"checkpoint of version {queue.version}: discarded by reason are {dict(in_queue)} groups in the queue, "
-                    f"{dict(self._discarded)} in the ledger, not counting those that have no line yet ({_without_line(queue)})"
-                )
         self._write_out()
         if self._mark.bytes:
             with self._path.open("rb") as file:
@@ -172,7 +170,7 @@ class Ledger:
                 size = os.fstat(file.fileno()).st_size
             if size != self._mark.bytes:
                 raise LedgerError(f"{self._path}: {size} bytes long, but this run has written {self._mark.bytes}; who else writes to it?")
-        return self._mark
+        return replace(self._mark, last=self._last)
 
     def _write(self, records: Sequence[Mapping[str, object]]) -> None:
         lines = "".join(json.dumps(record) + "\n" for record in records).encode()
@@ -198,9 +196,9 @@ class Ledger:
     def _append(self, lines: bytes) -> None:
         append_whole(self._path, lines)
 
-    def _refuse(self, step: int, what: str, prompt_ids: Iterable[str]) -> None:
+    def _refuse(self, where: str, what: str, prompt_ids: Iterable[str]) -> None:
         if named := sorted(prompt_ids, key=lambda prompt_id: (_order(prompt_id), prompt_id)):
-            raise LedgerError(f"step {step}: out of balance: {listed(named)} {what}")
+            raise LedgerError(f"{where}: out of balance: {listed(named)} {what}")
 
 
 def outstanding_ids(queue: QueueSnapshot) -> list[str]:
@@ -239,31 +237,7 @@ def _reported_by_reason(queue: QueueSnapshot) -> Counter[str]:
 
 
 def _without_line(queue: QueueSnapshot) -> str:
-    return _with_reason(queue.unreported)
-
-
-def _with_reason(discarded: Iterable[DiscardedGroup]) -> str:
-    return listed([f"{group.prompt_id} ({group.reason})" for group in discarded])
-
-
-def _compare(
-    step: int,
-    counts: Mapping[str, int],
-    mine: Mapping[str, int],
-    trained: Sequence[str],
-    discarded: Sequence[DiscardedGroup],
-    held: Sequence[str],
-) -> None:
-    """Args: counts: the queue's. mine: the ledger's. Raises: LedgerError naming the step's prompts, if a number differs."""
-    states = {"in_flight", "finished", "drawn"}
-    queues = {name: groups for name, groups in counts.items() if name not in states}
-    queues["outstanding"] = sum(counts[name] for name in states)
-    for name in dict.fromkeys([*mine, *queues]):
-        if mine.get(name, 0) != queues.get(name, 0):
-            raise LedgerError(
-                f"step {step}: out of balance: {queues.get(name, 0)} groups {name} in the queue, {mine.get(name, 0)} in the ledger; "
-                f"of this step: {listed(trained)}; discarded: {_with_reason(discarded)}; under way: {listed(held)}"
-            )
+    return listed([f"{group.prompt_id} ({group.reason})" for group in queue.unreported])
 
 
 def _difference(path: Path, mark: LedgerMark) -> str:

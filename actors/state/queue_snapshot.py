@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the trajectory queue."""
+"""What a checkpoint holds of the book of groups."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from actors.carriers import DiscardedGroup, DiscardReason, QueueContents, Ticket
+from actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket
 from rollout.trajectory import Group
 
 
 @dataclass(frozen=True, slots=True)
+class BookContents:
+    """The groups under way at one moment, their tokens still where they lie. Fields as of QueueSnapshot, and these."""
+
+    version: int
+    admitted: int
+    trained: int
+    tickets: tuple[Ticket, ...]
+    """Of all groups under way, in the order of admission."""
+    finished: tuple[StoredGroup, ...]
+    """The sampled groups among these."""
+    discarded_by_reason: dict[DiscardReason, int]
+    unreported: tuple[DiscardedGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """The queue's state in a checkpoint: a restart from it keeps the staleness bound, and neither loses nor repeats a prompt."""
+    """The book's state in a checkpoint: a restart from it keeps the staleness bound, and neither loses nor repeats a prompt."""
 
     version: int
     """Version of the learner's weights; after a restart the engines get them, too."""
@@ -32,7 +47,7 @@ class QueueSnapshot:
     """Discarded, and not yet in the ledger."""
 
     @classmethod
-    def of(cls, contents: QueueContents, groups: Sequence[Group]) -> Self:
+    def of(cls, contents: BookContents, groups: Sequence[Group]) -> Self:
         """Args: groups: the finished ones whose tokens are at hand; all others are sampled again after a restart."""
         at_hand = {group.group_id for group in groups}
         return cls(

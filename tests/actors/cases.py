@@ -9,10 +9,10 @@ from typing import Any
 
 import ray
 
-from actors.carriers import StoredGroup, Ticket
-from actors.queue.outstanding import discard_reason
-from actors.queue.trajectory_queue import TrajectoryQueue
-from actors.state.queue_snapshot import QueueSnapshot
+from actors.carriers import DiscardedGroup, StoredGroup, Ticket
+from actors.groups.book import GroupBook, discard_reason
+from actors.groups.changes import Changes
+from actors.state.queue_snapshot import BookContents, QueueSnapshot
 from rollout.trajectory import (
     AnswerFacts,
     FailureKind,
@@ -89,14 +89,50 @@ def at_hand(of: Group) -> StoredGroup:
     return StoredGroup(of.facts, of)
 
 
-def snapshot_of(queue: TrajectoryQueue) -> QueueSnapshot:
-    """As a checkpoint has it, of a queue that holds Groups or StoredGroups."""
-    contents = queue.contents()
+class OpenBook:
+    """A book of groups and who waits for it, as the driver has both."""
+
+    def __init__(self, *, groups_per_step: int, max_staleness: int, dynamic_sampling: bool = False) -> None:
+        own = {"groups_per_step": groups_per_step, "max_staleness": max_staleness, "dynamic_sampling": dynamic_sampling}
+        self.changes = Changes()
+        self.book = GroupBook(**own, changed=self.changes.tell)  # type: ignore[arg-type]
+
+    def admit(self, prompts: Sequence[Prompt]) -> list[Ticket]:
+        return self.book.admit(prompts, now=0.0)
+
+    def put(self, *groups: StoredGroup) -> None:
+        for one in groups:
+            self.book.finish(one, now=0.0)
+
+    async def draw(self, version: int, places: int, within_s: float = 5.0) -> list[StoredGroup]:
+        """Waits for the first."""
+        drawn: list[StoredGroup] = []
+
+        def take() -> bool:
+            drawn.extend(self.book.draw(version, places - len(drawn)))
+            return bool(drawn)
+
+        await self.changes.until(take, within_s=within_s)
+        return drawn
+
+    def advance(self, version: int, trained: Sequence[int]) -> list[DiscardedGroup]:
+        """A step is over, and its version published."""
+        return self.book.settle(version, version, trained, now=0.0)
+
+
+def contents(admitted: int, trained: int, held: Collection[int] = ()) -> BookContents:
+    """Of a book. Args: held: positions of the prompts under way, which nobody has sampled yet."""
+    return BookContents(0, admitted, trained, tuple(Ticket(position, prompt(position), 0) for position in held), (), {}, ())
+
+
+def snapshot_of(book: GroupBook) -> QueueSnapshot:
+    """As a checkpoint has it, of a book whose groups are at hand."""
+    contents = book.contents()
     return QueueSnapshot.of(contents, [getattr(one, "payload", one) for one in contents.finished])
 
 
 def stored(*groups: Group, lost: Collection[int] = (), dynamic_sampling: bool = False) -> list[StoredGroup]:
-    """Finished groups as they reach the queue; those in `lost` went with their node."""
+    """Finished groups as they reach the book; those in `lost` went with their node."""
     found = []
     for one in groups:
         reference = asyncio.get_running_loop().create_future()

@@ -95,7 +95,7 @@ def serve(preset: str, steps: int) -> None:
             prepared = await waiting
             values = read_only(values_of(prepared))
             assert await scene.service.observe(version + 1, version, result_of(values)) is not None
-            await scene.queue.advance(version + 1, [group.group_id for group in prepared.groups])
+            scene.books.advance(version + 1, [group.group_id for group in prepared.groups])
         assert await scene.service.scatter() is not None
         scene.stop()
 

@@ -53,7 +53,7 @@ ALARM = [
 STEPS_BEFORE = 9
 """Of the first part: those that the monitor leaves out, and its baseline."""
 ROLES = {"controller", "learner", "rollout"}
-OURS = ("RolloutWorker", "LearnerRankActor", "TrajectoryQueueActor", "CorrectionService", "sglang::", "reward_process")
+OURS = ("RolloutWorker", "LearnerRankActor", "CorrectionService", "sglang::", "reward_process")
 """What a run starts on a cluster."""
 
 

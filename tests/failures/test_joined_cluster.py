@@ -19,7 +19,7 @@ from tests.failures.test_driver_killed import child_of
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS, GROUPS = 6, 4
-OURS = ("ray::RolloutWorker", "ray::LearnerRankActor", "ray::TrajectoryQueueActor", "ray::CorrectionService", "sglang::", "reward_process")
+OURS = ("ray::RolloutWorker", "ray::LearnerRankActor", "ray::CorrectionService", "sglang::", "reward_process")
 """What a run starts on a cluster."""
 
 

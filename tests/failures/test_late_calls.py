@@ -1,5 +1,4 @@
-"""Calls that come later than their callers wait: to the trajectory queue, then to the correction service. They are made again, and all of
-them arrive in the end.
+"""Calls that come later than their callers wait, to the correction service. They are made again, and all of them arrive in the end.
 
 All actors are real ones, in a real Ray, whose calls are held up from outside; engines and the learner replay.
 """
@@ -41,10 +40,7 @@ LATE_S = 4 * PATIENCE_S
 @pytest.fixture
 def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of the actors of a Ray of its own, in which nobody waits for long."""
-    for module, name in (("admission", "ANSWER_S"), ("admission", "_POLL_S"), ("pool", "ANSWER_S")):
-        monkeypatch.setattr(f"actors.pool.{module}.{name}", PATIENCE_S)
-    for name in ("ANSWER_S", "_POLL_S"):
-        monkeypatch.setattr(f"actors.driver.drawing.{name}", PATIENCE_S)
+    monkeypatch.setattr("actors.pool.pool.ANSWER_S", PATIENCE_S)
     environment = {"env_vars": {"PYTHONPATH": str(ROOT)}, "worker_process_setup_hook": impatient}
     with tempfile.TemporaryDirectory(prefix="ek", dir="/tmp", ignore_cleanup_errors=True) as folder:
         quiet = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
@@ -83,26 +79,26 @@ class ImpatientRun(ReplayedRun):
         super().__init__(ReplayedShape(workers=2, groups=GROUPS, tokens=50, rate=5e3, steps=STEPS, hosts=1), profile="")
         self.observer.event = lambda level, text, kind=EventKind.NONE: self.said.append(str(text))  # type: ignore[method-assign]
         self.said: list[str] = []
+        self._source.ask = self._ask  # type: ignore[method-assign]
         self.trained: list[tuple[str, ...]] = []
         """Prompts, by step."""
-        self.counts: dict[str, int] = {}
-        self.outstanding: list[str] = []
+
+    async def _ask(self, method: Any, *arguments: Any, **_: Any) -> Any:
+        notify = lambda _, text: self.said.append(text)  # noqa: E731
+        call, parts = partial(method.remote, *arguments), self._source.parts
+        return await while_they_answer(parts, call, method._method_name, deadline_s=PATIENCE_S, notify=notify)
 
     async def feeding(self) -> None:
         prompts = map(self._prompt, itertools.count())
-        await asyncio.gather(self.pool.feed(prompts, [], self.observer.admitted), self.pool.raise_on_failure())
+        feeding = self.pool.feed(prompts, [], self._source.ledger.hand_out, self.observer.admitted)
+        await asyncio.gather(feeding, self.pool.raise_on_failure())
 
     async def step(self) -> None:
         step, learner = len(self.trained), self.learner
         batch = await self._source.next(learner.version, learner, self.pool, step=step)
         result = await learner.step(batch.corrected, batch.correction, step=step)
         await self.sync.publish()
-        settle = partial(self.queue.advance.remote, learner.version, [group.group_id for group in batch.groups])
-        notify = lambda _, text: self.said.append(text)  # noqa: E731
-        settled = await while_they_answer(
-            {"trajectory queue": self.queue}, settle, f"advance to v{learner.version}", deadline_s=PATIENCE_S, notify=notify
-        )
-        self.counts, self.outstanding = settled.counts, settled.outstanding
+        self._source.settle(step, batch, version=learner.version, published=learner.version)
         self.service.observe.remote(step, batch.version, result)
         self.trained.append(tuple(group.prompt_id for group in batch.groups))
 
@@ -110,10 +106,11 @@ class ImpatientRun(ReplayedRun):
 def check_the_books(run: ImpatientRun) -> None:
     """admitted = trained + discarded + under way, each prompt once, in full steps."""
     assert [len(of_step) for of_step in run.trained] == [GROUPS] * STEPS
-    counts, trained = run.counts, [prompt for of_step in run.trained for prompt in of_step]
+    book = run._source.book
+    counts, trained = book.counts(), [prompt for of_step in run.trained for prompt in of_step]
     assert (counts["trained"], counts["discarded"]) == (len(trained), 0)
     assert counts["admitted"] == counts["trained"] + sum(counts[place] for place in ("in_flight", "finished", "drawn"))
-    positions = sorted(int(prompt.rpartition("/")[2]) for prompt in [*trained, *run.outstanding])
+    positions = sorted(int(prompt.rpartition("/")[2]) for prompt in [*trained, *book.outstanding()])
     assert positions == list(range(counts["admitted"])), "lost or doubled"
 
 
@@ -126,16 +123,14 @@ def test_calls_that_are_given_up_and_made_again_do_their_work_once(logs: Path) -
             while len(run.trained) < 3:
                 await run.step()
             began = time.monotonic()
-            async with late(run.queue):
+            async with late(run.service):
                 await run.step()
             seconds = time.monotonic() - began
             while len(run.trained) < 5:
                 await run.step()
-            async with late(run.service):
-                await run.step()
             while len(run.trained) < STEPS:
                 await run.step()
-            fault = f"calls to the trajectory queue late by {LATE_S:g} s, {LATE_S / PATIENCE_S:g} times what callers wait"
+            fault = f"calls to the correction service late by {LATE_S:g} s, {LATE_S / PATIENCE_S:g} times what callers wait"
             Measured(fault, "they are made again; all arrive, and each does its work once", seconds, "nothing", REAL).write()
 
         try:
@@ -147,6 +142,4 @@ def test_calls_that_are_given_up_and_made_again_do_their_work_once(logs: Path) -
     run = asyncio.run(asyncio.wait_for(scenario(), 300.0))
     check_the_books(run)
     told = "\n".join([*run.said, *(path.read_text(errors="replace") for path in logs.glob("worker-*.err"))])
-    for caller in ("take_lost <- trajectory queue", "put <- trajectory queue", "groups of version"):
-        assert any(caller in line and "late, no answer" in line for line in told.splitlines()), f"not late for anybody: {caller}\n{told}"
     assert "the late part answers again; the call is repeated" in told, "the service was asked again and again"

@@ -1,7 +1,7 @@
 """kill -9, or SIGSTOP for good, of the processes that hold a run's state, one after the other in one run.
 
-Of the death of one of the learner's two ranks the run goes back to its last checkpoint; trajectory queue and correction service are
-replaced where it stands. It does both by itself, with the engine that it has, and its books are those of an undisturbed run. A rank that
+Of the death of one of the learner's two ranks the run goes back to its last checkpoint; the correction service is replaced where it
+stands. It does both by itself, with the engine that it has, and its books are those of an undisturbed run. A rank that
 stops: test_rank_stopped.py.
 """
 
@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS, GROUPS, EVERY, HEARTBEAT_S = 18, 4, 6, 12
 GOES_BACK = "the run goes back to its last checkpoint, in the same process; engines stay up"
-REPLACED = "queue and service are replaced; learner and engines go on with what they have under way"
-RANK, QUEUE, SERVICE = "LearnerRankActor", "TrajectoryQueueActor", "CorrectionService"
-PARTS = {RANK: "learner rank 1", QUEUE: "trajectory queue", SERVICE: "correction service"}
+REPLACED = "a new one packs again; learner and engines go on with what they have under way"
+RANK, SERVICE = "LearnerRankActor", "CorrectionService"
+PARTS = {RANK: "learner rank 1", SERVICE: "correction service"}
 
 
 def _rank_one(run: Run) -> int:
@@ -52,9 +52,9 @@ def lose(run: Run, process: str, number: signal.Signals, *, after: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "processes"), [(signal.SIGKILL, (RANK, QUEUE, SERVICE)), (signal.SIGSTOP, (QUEUE, SERVICE))], ids=["killed", "stopped"]
+    ("number", "processes"), [(signal.SIGKILL, (RANK, SERVICE, SERVICE)), (signal.SIGSTOP, (SERVICE, SERVICE))], ids=["killed", "stopped"]
 )
-def test_every_part_is_lost_once(number: signal.Signals, processes: Sequence[str], small_model: Path, tmp_path: Path) -> None:
+def test_every_part_is_lost(number: signal.Signals, processes: Sequence[str], small_model: Path, tmp_path: Path) -> None:
     run_dir, goes_back = tmp_path / "run", RANK in processes
     words = [f"model={small_model}", f"run_dir={run_dir}", f"steps={STEPS}", f"groups_per_step={GROUPS}", f"checkpoint.every_steps={EVERY}"]
     words += ["learner.data_parallel=2"] * goes_back  # one of two ranks is lost: the other, which waits for it, starts anew as well
@@ -71,10 +71,10 @@ def test_every_part_is_lost_once(number: signal.Signals, processes: Sequence[str
         if goes_back:
             assert losses.pop(0).endswith("; going back to the last checkpoint")
             assert len([text for text in told if text.startswith("The run goes back to its beginning (it has no checkpoint); ")]) == 1
-        assert all("New ones go on after step" in text for text in losses)
+        assert all("A new one goes on after step" in text for text in losses)
         silent = f"it gave no sign for {HEARTBEAT_S} s (deadlines.part_heartbeat_s), and its process was ended"
         assert all((silent in text) == (number == signal.SIGSTOP) for text in losses)
-        assert run.metrics()[-1].get("steps/returns_total", 0) == goes_back and run.metrics()[-1]["queue/replaced_total"] == 2
+        assert run.metrics()[-1].get("steps/returns_total", 0) == goes_back and run.metrics()[-1]["service/replaced_total"] == 2
         assert "rollout worker 0 is gone" not in run.events() and "rollout 1 is up" not in run.events(), "its engine stays"
         for rank in range(1 + goes_back):
             assert run.events().count(f"learner {rank} is up") == 1 + goes_back, "at first, and for a lost one; others' loss is no matter"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from correction.batch import PackedBatch
+from rollout.trajectory import GroupFacts
 from tests.simulation.learner import Weights
 
 
@@ -20,7 +22,12 @@ class ViolationError(AssertionError):
 class Books:
     """The simulation's own account of a run, through all crashes and resumes."""
 
-    def __init__(self, *, max_staleness: int, groups_per_step: int) -> None:
+    def __init__(self, *, max_staleness: int, groups_per_step: int, dynamic_sampling: bool = False) -> None:
+        self._dynamic_sampling = dynamic_sampling
+        self._worth: dict[int, str] = {}
+        """By position of a prompt that was sampled: what makes its answers not worth training; empty: nothing."""
+        self._given_up: set[int] = set()
+        """Positions of prompts that the run has said that it gives up."""
         self._max_staleness, self._places = max_staleness, (max_staleness + 1) * groups_per_step
         self._groups_per_step = groups_per_step
         self.violation = ""
@@ -35,13 +42,18 @@ class Books:
         self._known: set[Weights] = set()
         """All that the learner has ever had."""
         self._seen: tuple[int, ...] = ()
-        """What the queue's counts are made of, when they were looked at last."""
+        """What the book's counts are made of, when they were looked at last."""
         self.saved: dict[str, int] = {}
         """Checkpoints that the run has called complete, and keeps, by folder name: their steps."""
         self._lines_lacking: dict[int, set[int]] = {0: set()}
         """By the step of a checkpoint: steps before it without a line of numbers, as a full disk had refused that."""
         self.lost: dict[int, float] = {}
         """Groups of which the present driver has heard that they are lost, and when."""
+
+    def heard(self, text: str) -> None:
+        """The run says so."""
+        if found := re.match(r"group \d+ \(\S+/(\d+)\) is discarded, ", text):
+            self._given_up.add(int(found[1]))
 
     def refuse(self, what: str) -> None:
         """Raises: ViolationError, which ends the run even if who called this catches it."""
@@ -50,18 +62,18 @@ class Books:
 
     # -- at every step of the loop -----------------------------------------------------------------------------------
 
-    def check_queue(self, queue: Any) -> None:
-        """The balance, and the bound of staleness, of the queue's own counts and contents."""
-        seen = (len(queue._entries), queue.admitted, queue.trained, queue.discarded, *queue._by_state.values())
+    def check_book(self, book: Any) -> None:
+        """The balance, and the bound of staleness, of the book's own counts and contents."""
+        seen = (len(book._entries), book.admitted, book.trained, book.discarded, *book._by_state.values())
         if seen == self._seen:
             return
         self._seen = seen
-        counts = queue.counts()
+        counts = book.counts()
         under_way = counts["in_flight"] + counts["finished"] + counts["drawn"]
         if counts["admitted"] != counts["trained"] + counts["discarded"] + under_way:
-            self.refuse(f"the queue is out of balance: {counts}")
-        if len(queue.outstanding()) != under_way:
-            self.refuse(f"the queue holds {len(queue.outstanding())} groups, and counts {under_way}")
+            self.refuse(f"the book is out of balance: {counts}")
+        if len(book.outstanding()) != under_way:
+            self.refuse(f"the book holds {len(book.outstanding())} groups, and counts {under_way}")
         if under_way > self._places:
             self.refuse(f"{under_way} groups are under way, more than the {self._places} that keep the staleness within its bound")
 
@@ -122,29 +134,46 @@ class Books:
             self.refuse(f"a resume goes on from weights that never were, by their name and history, at version {weights.version}")
         self.weights = weights
 
+    def is_sampled(self, group: GroupFacts) -> None:
+        """A worker's answer counts."""
+        why = "rewards all alike" if self._dynamic_sampling and group.is_uniform else ""
+        self._worth[int(group.prompt_id.rpartition("/")[2])] = why if group.is_trainable else "fewer than two valid trajectories"
+
+    def _check_reasons(self, ledger: bytes) -> None:
+        """What a worker has answered is discarded for what was wrong with it, and for nothing else; anything else for want of an answer."""
+        for line in ledger.splitlines():
+            record = json.loads(line)
+            position, outcome = int(record["prompt_id"].rpartition("/")[2]), record["outcome"]
+            is_for_want = outcome in ("no usable answer", "lost with several engines")
+            if outcome != "trained" and not is_for_want and outcome != self._worth.get(position):
+                self.refuse(f"prompt {position} is discarded ({outcome}), and its answers were: {self._worth.get(position) or 'good'}")
+            if is_for_want and position not in self._given_up:
+                self.refuse(f"prompt {position} is discarded ({outcome}), and nobody has given it up")
+
     # -- the ledger --------------------------------------------------------------------------------------------------
 
-    def step_ended(self, number: int, ledger: bytes, queue: Any) -> None:
-        """A step is settled: the ledger says what the weights know, and with the queue it has every prompt once.
+    def step_ended(self, number: int, ledger: bytes, book: Any) -> None:
+        """A step is settled: the ledger says what the weights know, and with the book it has every prompt once.
 
         Args: ledger: its file, and the lines that are on their way to it.
         """
         assert self.weights is not None
         trained, discarded = read_ledger(ledger)
+        self._check_reasons(ledger)
         known = set(self.weights.trained)
         if trained != known:
             extra, lacking = _told(trained - known), _told(known - trained)
             self.refuse(f"step {number}: the ledger calls {extra} trained, the weights don't; it lacks {lacking}, which they know")
         if both := discarded & known:
             self.refuse(f"step {number}: {_told(both)} were trained, and the ledger calls them discarded")
-        counts, held = queue.counts(), {int(prompt_id.rpartition("/")[2]) for prompt_id in queue.outstanding()}
+        counts, held = book.counts(), {int(prompt_id.rpartition("/")[2]) for prompt_id in book.outstanding()}
         all_of_them = trained | discarded | held
         if missing := set(range(counts["admitted"])) - all_of_them:
-            unreported = {int(group.prompt_id.rpartition("/")[2]) for group in queue.contents().unreported}
+            unreported = {int(group.prompt_id.rpartition("/")[2]) for group in book.unreported}
             if missing - unreported:
                 self.refuse(f"step {number}: prompts {_told(missing - unreported)} are nowhere: {counts['admitted']} were admitted")
         if twice := (trained | discarded) & held:
-            self.refuse(f"step {number}: {_told(twice)} have left by the ledger, and the queue holds them")
+            self.refuse(f"step {number}: {_told(twice)} have left by the ledger, and the book holds them")
 
     def is_saved(self, name: str, step: int, *, keep: int) -> None:
         """A checkpoint is told to be complete. Older ones than the newest `keep` may be removed from now on."""
@@ -178,13 +207,6 @@ class Books:
         if sorted(set(steps)) != steps:
             self.refuse(f"metrics.jsonl has the steps {steps}")
         return set(range(1, step + 1)) - set(steps)
-
-    def is_filled(self, finished: Iterable[Any]) -> None:
-        """A new queue gets these as finished."""
-        for group in finished:
-            node = getattr(group.payload, "place", None)
-            if node is not None and node.is_gone and self.lost.get(group.group_id, -1.0) >= node.gone_at:
-                self.refuse(f"a new queue gets group {group.group_id} as finished, though the driver knows that its tokens are lost")
 
     def resumed(self, step: int, damaged: Iterable[str], folder: Path) -> None:
         """The run goes on at this step. What was called complete, and was not damaged since, is not lost."""

@@ -18,9 +18,9 @@ from tests.simulation.node import Node
 from tests.simulation.processes import Process, SimulatedRay
 from tests.simulation.schedule import Fault
 
-WORKER, QUEUE, SERVICE, RANK = "RolloutWorker", "TrajectoryQueueActor", "CorrectionService", "LearnerRankActor"
+WORKER, SERVICE, RANK = "RolloutWorker", "CorrectionService", "LearnerRankActor"
 DRIVER = "driver"
-_KINDS = {"worker": WORKER, "queue": QUEUE, "service": SERVICE, "learner": RANK, "driver": DRIVER}
+_KINDS = {"worker": WORKER, "service": SERVICE, "learner": RANK, "driver": DRIVER}
 
 
 _OF_CALLS = ("late_call", "late_reply", "lost_reply", "repeated_call", "lost_call", "stuck_call")
@@ -149,7 +149,7 @@ class Faults:
 
     def _lose_node(self, fault: Fault) -> None:
         """Of workers: as a group that one of them has finished is read, or some seconds after it was finished; it may have been drawn by
-        then. Queue or service may be lost, too, a little later; or what was lost comes late when it is sampled again.
+        then. The service may be lost, too, a little later; or what was lost comes late when it is sampled again.
         """
         if (process := self._target(WORKER, fault)) is None:
             return

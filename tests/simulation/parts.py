@@ -18,7 +18,7 @@ from actors.processes.supervision import abandon, wait_for
 from actors.record.retrying_writer import RetryingWriter
 from actors.record.run_folder import RunFolder
 from correction.errors import EvenkeelError
-from rollout.trajectory import Prompt
+from rollout.trajectory import GroupFacts, Prompt
 
 
 class SimulatedTask:
@@ -110,6 +110,9 @@ class Notes:
         if self._writing is not None:
             abandon(self._writing)
             self._writing = None
+
+    def group_finished(self, group: GroupFacts, worker: str) -> None:
+        self._world.books.is_sampled(group)
 
     def lost(self, tickets: Sequence[Ticket]) -> None:
         self._world.are_lost([ticket.group_id for ticket in tickets])

@@ -12,19 +12,18 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from actors.carriers import DiscardReason, QueueContents, StoredGroup, Ticket
+from actors.carriers import DiscardReason, Ticket
 from actors.checkpoints import checkpoint_reader, checkpoint_writer
 from actors.driver.batch_source import BatchSource
+from actors.groups.book import Entry, GroupBook, GroupState
 from actors.pool.dispatch import WaitingWork
 from actors.pool.pool import RolloutPool
 from actors.pool.rollout_worker import RolloutWorker
-from actors.queue.outstanding import Outstanding
-from actors.queue.trajectory_queue import GroupState, TrajectoryQueue
 from actors.ranks import collective_calls
 from actors.ranks.collective_calls import CollectiveCaller
 from actors.record.retrying_writer import RetryingWriter
 from actors.state.ledger import Ledger
-from actors.state.queue_snapshot import QueueSnapshot
+from actors.state.queue_snapshot import BookContents, QueueSnapshot
 from actors.weights.publication import PublishedVersions
 from actors.weights.weight_sync import WeightSync
 from correction.errors import LedgerError
@@ -35,49 +34,86 @@ Bug = Callable[[], AbstractContextManager[Any]]
 
 
 @contextmanager
-def a_group_is_handed_out_twice() -> Iterator[None]:
-    """The queue takes a repeated delivery for a new one."""
+def a_group_is_drawn_twice() -> Iterator[None]:
+    """It is in a batch, and as good as finished."""
+    draw = GroupBook.draw
 
-    def put(queue: TrajectoryQueue, group: Any) -> bool:
-        entry = queue._entries.get(group.group_id)
-        if entry is None:
-            return False
-        entry.group = group
-        if entry.state is GroupState.DRAWN:
-            queue._undrawn[entry.ticket.admitted_version] += 1
-        queue._move(entry, GroupState.FINISHED)
-        heapq.heappush(queue._finished, group.group_id)
-        return True
+    def careless(book: GroupBook, version: int, places: int) -> list[Any]:
+        groups = draw(book, version, places)
+        for group in groups[:1]:
+            book._undraw(book._entries[group.group_id], GroupState.FINISHED)
+            heapq.heappush(book._finished, group.group_id)
+        return groups
 
-    with mock.patch.multiple(TrajectoryQueue, put=put, expects=lambda queue, group_id: group_id in queue._entries):
+    with mock.patch.object(GroupBook, "draw", careless):
         yield
 
 
 @contextmanager
 def a_discarded_prompt_is_not_counted() -> Iterator[None]:
     """Its place becomes free all the same."""
-    discard = TrajectoryQueue.discard
+    discard = GroupBook._discard
 
-    def forgetful(queue: TrajectoryQueue, group_ids: Sequence[int], reason: DiscardReason) -> None:
-        discard(queue, group_ids, reason)
-        queue.discarded_by_reason[reason] -= len(group_ids)
-        queue.admitted -= len(group_ids)
+    def forgetful(book: GroupBook, entry: Entry, reason: DiscardReason) -> None:
+        discard(book, entry, reason)
+        book.discarded_by_reason[reason] -= 1
+        book.admitted -= 1
 
-    with mock.patch.object(TrajectoryQueue, "discard", forgetful):
+    with mock.patch.object(GroupBook, "_discard", forgetful):
         yield
 
 
 @contextmanager
 def a_discarded_prompt_is_counted_for_another_reason() -> Iterator[None]:
     """All totals are right."""
-    discard = TrajectoryQueue.discard
+    discard = GroupBook._discard
 
-    def mistaken(queue: TrajectoryQueue, group_ids: Sequence[int], reason: DiscardReason) -> None:
-        discard(queue, group_ids, reason)
-        queue.discarded_by_reason[reason] -= len(group_ids)
-        queue.discarded_by_reason[DiscardReason.FAILED] += len(group_ids)
+    def mistaken(book: GroupBook, entry: Entry, reason: DiscardReason) -> None:
+        discard(book, entry, reason)
+        book.discarded_by_reason[reason] -= 1
+        book.discarded_by_reason[DiscardReason.LOST] += 1
 
-    with mock.patch.object(TrajectoryQueue, "discard", mistaken):
+    with mock.patch.object(GroupBook, "_discard", mistaken):
+        yield
+
+
+@contextmanager
+def a_prompt_is_discarded_for_another_reason() -> Iterator[None]:
+    """Everywhere alike: in the counts, and in the ledger."""
+    discard = GroupBook._discard
+    with mock.patch.object(GroupBook, "_discard", lambda book, entry, _: discard(book, entry, DiscardReason.LOST)):
+        yield
+
+
+@contextmanager
+def a_settled_prompt_is_lost() -> Iterator[None]:
+    """It leaves as if it were trained, and nobody has."""
+    settle = GroupBook.settle
+
+    def careless(book: GroupBook, *given: Any, **named: Any) -> Any:
+        discarded = settle(book, *given, **named)
+        if waiting := [entry for entry in book._entries.values() if entry.state is GroupState.WAITING]:
+            book._release(waiting[0])
+            book.trained += 1
+        return discarded
+
+    with mock.patch.object(GroupBook, "settle", careless):
+        yield
+
+
+@contextmanager
+def a_discarded_prompt_is_revived() -> Iterator[None]:
+    """It is under way again, as another group, after the ledger has its line."""
+    settle = GroupBook.settle
+
+    def careless(book: GroupBook, *given: Any, **named: Any) -> Any:
+        discarded = settle(book, *given, **named)
+        for entry in list(book._entries.values())[:1]:
+            for one in discarded[:1]:
+                entry.ticket = replace(entry.ticket, prompt=replace(entry.ticket.prompt, prompt_id=one.prompt_id))
+        return discarded
+
+    with mock.patch.object(GroupBook, "settle", careless):
         yield
 
 
@@ -99,15 +135,15 @@ def a_late_receipt_counts_for_the_newest_version() -> Iterator[None]:
 def staleness_is_off_by_one() -> Iterator[None]:
     """Younger groups are drawn before older ones have their place."""
 
-    def reserved(queue: TrajectoryQueue, version: int, *, older_than: int) -> int:
+    def reserved(book: GroupBook, version: int, *, older_than: int) -> int:
         needed = waiting = 0
-        for admitted_version in sorted(v for v in queue._undrawn if v < older_than):
-            waiting += queue._undrawn[admitted_version]
-            later_steps = max(0, admitted_version + queue.max_staleness + 1 - version)
-            needed = max(needed, waiting - later_steps * queue.groups_per_step)
+        for admitted_version in sorted(v for v in book._undrawn if v < older_than):
+            waiting += book._undrawn[admitted_version]
+            later_steps = max(0, admitted_version + book.max_staleness + 1 - version)
+            needed = max(needed, waiting - later_steps * book.groups_per_step)
         return needed
 
-    with mock.patch.object(TrajectoryQueue, "_reserved", reserved):
+    with mock.patch.object(GroupBook, "_reserved", reserved):
         yield
 
 
@@ -115,10 +151,10 @@ def staleness_is_off_by_one() -> Iterator[None]:
 def places_forget_what_is_not_published() -> Iterator[None]:
     """Groups are admitted as if the engines had the learner's version."""
 
-    def places(queue: TrajectoryQueue) -> int:
-        return (queue.max_staleness + 1) * queue.groups_per_step - (queue.admitted - queue.trained - queue.discarded)
+    def places(book: GroupBook) -> int:
+        return (book.max_staleness + 1) * book.groups_per_step - (book.admitted - book.trained - book.discarded)
 
-    with mock.patch.object(TrajectoryQueue, "free_places", property(places)):
+    with mock.patch.object(GroupBook, "free_places", property(places)):
         yield
 
 
@@ -136,42 +172,23 @@ def a_dirty_engine_gets_work() -> Iterator[None]:
 
 @contextmanager
 def a_resume_forgets_what_was_being_sampled() -> Iterator[None]:
-    """The queue waits for groups that nobody samples."""
+    """The book waits for groups that nobody samples."""
     with mock.patch.object(BatchSource, "take_unfinished", lambda source: []):
         yield
 
 
 @contextmanager
-def a_new_queue_misses_what_finished_meanwhile() -> Iterator[None]:
-    """Groups that were finished while it was filled are in nobody's hands."""
-    with mock.patch.object(Outstanding, "finished", property(lambda outstanding: [])):
+def a_draw_is_not_taken_back() -> Iterator[None]:
+    """What a dead service had drawn is in nobody's hands."""
+    with mock.patch.object(GroupBook, "take_back", lambda *_: None):
         yield
 
 
 @contextmanager
-def a_new_queue_has_the_batch_in_training_once_more() -> Iterator[None]:
+def the_batch_in_training_is_taken_back_too() -> Iterator[None]:
     """It is drawn again for the next batch."""
-    fill = BatchSource.fill
-
-    async def without(source: BatchSource, *_: Any) -> None:
-        await fill(source)
-
-    with mock.patch.object(BatchSource, "fill", without):
-        yield
-
-
-@contextmanager
-def a_new_queue_has_the_discarded_groups_back() -> Iterator[None]:
-    """Others were admitted in their places."""
-    finish = Outstanding.finish
-
-    def keep(self: Outstanding, group: StoredGroup) -> StoredGroup:
-        group = finish(self, group)
-        if self._to_discard.pop(group.prompt_id, None):
-            self._finished.setdefault(group.prompt_id, group)
-        return group
-
-    with mock.patch.object(Outstanding, "finish", keep):
+    take_back = GroupBook.take_back
+    with mock.patch.object(GroupBook, "take_back", lambda book, version: take_back(book, version - 1)):
         yield
 
 
@@ -226,7 +243,7 @@ def the_checkpoint_comes_before_the_ledgers_flush() -> Iterator[None]:
         held, ledger.__dict__["held"] = ledger.__dict__.get("held", b""), lines
         append(ledger, held)
 
-    with mock.patch.object(Ledger, "_append", late), mock.patch.object(Ledger, "flush", lambda ledger, queue=None: ledger._mark):
+    with mock.patch.object(Ledger, "_append", late), mock.patch.object(Ledger, "flush", lambda ledger: ledger._mark):
         yield
 
 
@@ -235,7 +252,7 @@ def a_checkpoint_forgets_groups_whose_tokens_are_lost() -> Iterator[None]:
     """They are neither among its finished groups nor among those to be sampled."""
     of = QueueSnapshot.of
 
-    def forgetful(contents: QueueContents, groups: Sequence[Any]) -> QueueSnapshot:
+    def forgetful(contents: BookContents, groups: Sequence[Any]) -> QueueSnapshot:
         snapshot, finished = of(contents, groups), {one.group_id for one in contents.finished}
         return replace(snapshot, in_flight=tuple(ticket for ticket in snapshot.in_flight if ticket.group_id not in finished))
 
@@ -291,7 +308,7 @@ def a_lost_call_is_one_failed_checkpoint_more() -> Iterator[None]:
 @contextmanager
 def what_is_handed_to_the_disk_is_on_it() -> Iterator[None]:
     """A checkpoint doesn't wait for the ledger's lines that a slow disk has not taken yet."""
-    with mock.patch.object(Ledger, "flush", lambda ledger, queue=None: ledger._mark):
+    with mock.patch.object(Ledger, "flush", lambda ledger: ledger._mark):
         yield
 
 
@@ -308,22 +325,31 @@ def a_flush_leaves_refused_lines_for_later() -> Iterator[None]:
 
 @contextmanager
 def lost_groups_are_still_as_good_as_finished() -> Iterator[None]:
-    """To the driver, which gives them to the next queue."""
-    with mock.patch.object(Outstanding, "lose", lambda outstanding, tickets: None):
+    """They are drawn once more, and can't be read again."""
+    lose = GroupBook.lose
+
+    def careless(book: GroupBook, group_ids: Any) -> None:
+        groups = {group_id: book._entries[group_id].group for group_id in group_ids}
+        lose(book, group_ids)
+        for group in groups.values():
+            if group is not None:
+                book.finish(group, now=None)
+
+    with mock.patch.object(GroupBook, "lose", careless):
         yield
 
 
 @contextmanager
 def lost_groups_have_no_place_reserved() -> Iterator[None]:
     """Younger ones take theirs, while they are sampled again."""
-    lose = TrajectoryQueue.lose
+    undraw = GroupBook._undraw
 
-    def careless(queue: TrajectoryQueue, group_ids: Sequence[int]) -> None:
-        before = queue._undrawn.copy()
-        lose(queue, group_ids)
-        queue._undrawn = before
+    def careless(book: GroupBook, entry: Entry, state: GroupState) -> None:
+        undraw(book, entry, state)
+        if state is GroupState.WAITING:
+            book._undrawn[entry.ticket.admitted_version] -= 1
 
-    with mock.patch.object(TrajectoryQueue, "lose", careless):
+    with mock.patch.object(GroupBook, "_undraw", careless):
         yield
 
 
@@ -351,7 +377,7 @@ def a_rank_that_raises_is_not_lost() -> Iterator[None]:
 
 
 BUGS: tuple[Bug, ...] = (
-    a_group_is_handed_out_twice,
+    a_group_is_drawn_twice,
     a_discarded_prompt_is_not_counted,
     a_discarded_prompt_is_counted_for_another_reason,
     a_late_receipt_counts_for_the_newest_version,
@@ -359,9 +385,11 @@ BUGS: tuple[Bug, ...] = (
     places_forget_what_is_not_published,
     a_dirty_engine_gets_work,
     a_resume_forgets_what_was_being_sampled,
-    a_new_queue_misses_what_finished_meanwhile,
-    a_new_queue_has_the_batch_in_training_once_more,
-    a_new_queue_has_the_discarded_groups_back,
+    a_prompt_is_discarded_for_another_reason,
+    a_settled_prompt_is_lost,
+    a_discarded_prompt_is_revived,
+    a_draw_is_not_taken_back,
+    the_batch_in_training_is_taken_back_too,
     the_ledger_counts_at_the_draw,
     groups_of_a_lost_worker_are_dropped,
     everybody_makes_the_checksums,

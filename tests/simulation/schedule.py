@@ -20,9 +20,9 @@ ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk"}
 
 TAKES_BACK = {
     *("lose_node", "late_call", "late_reply", "lost_reply", "lost_call", "stuck_call", "slow_learner"),
-    *("freeze_service", "freeze_queue", "freeze_learner", "kill_learner", "kill_queue", "kill_service", "fail_rank"),
+    *("freeze_service", "freeze_learner", "kill_learner", "kill_service", "fail_rank"),
 }
-"""After one of these a run may go back to its last checkpoint, or replace queue and service: so often before another one, and it ends."""
+"""After one of these a run may go back to its last checkpoint, or replace the service: so often before another one, and it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,7 @@ _FAULTS = {  # by kind: how often, how long
     "stuck_call": (2, None),
     "no_node": (1, (5.0, 100.0)),
     "slow_learner": (1, (5.0, 60.0)),
-    "freeze_service": (1, (1.0, 300.0)),
-    "freeze_queue": (1, (1.0, 300.0)),
+    "freeze_service": (2, (1.0, 300.0)),
     "freeze_learner": (1, (1.0, 300.0)),
     "freeze_driver": (1, (1.0, 25.0)),
     "full_disk": (2, (1.0, 60.0)),
@@ -154,8 +153,7 @@ _FAULTS = {  # by kind: how often, how long
     "crash_driver": (4, None),
     "stop_driver": (1, None),
     "kill_learner": (1, None),
-    "kill_queue": (1, None),
-    "kill_service": (1, None),
+    "kill_service": (2, None),
     "reject_batches": (1, (1, 2)),
 }
 _DEAD_JUDGES = 16
@@ -168,31 +166,25 @@ _FAILED_RANKS = 16
 there are other faults."""
 _FIRST_FAILED = 14
 _LATE = (
-    "admit",
     "generate_group",
     "update_weights",
-    "put",
-    "draw",
-    "advance",
     "pull",
     "correct",
     "step",
     "export",
-    "wait_for_places",
     "start",
-    "contents",
 )
 _LOST = (
-    *("generate_group", "update_weights", "put", "receive_weights", "admit", "wait_for_places") * 3,
-    *("draw", "discard", "advance", "pull", "pack", "correct", "contents", "step", "export", "take_lost") * 2,
+    *("generate_group", "update_weights", "receive_weights") * 3,
+    *("pull", "pack", "correct", "step", "export") * 2,
     *("proximal", "begin_save", "is_saved", "checkpoint_bytes", "restore"),
     *("load", "answer", "start", "abort", "heartbeat", "follow"),
 )
-_REPEATED = ("generate_group", "put", "admit", "draw", "advance", "pull", "pack", "correct")
+_REPEATED = ("generate_group", "pull", "pack", "correct")
 _STUCK = ("step", "step", "proximal", "begin_save", "export")
 _FAILED = ("step", "step", "proximal", "begin_save", "is_saved", "export", "restore")
 _BROKEN = ("", "", "everybody")
-_WITH_A_NODE = ("", "", "queue", "service", "hangs", "late", "late")
+_WITH_A_NODE = ("", "", "service", "hangs", "late", "late")
 _AFTER_A_CRASH = ("", "truncated", "missing file", "no manifest", "flipped bit", "flipped bit")
 
 

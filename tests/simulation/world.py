@@ -31,7 +31,7 @@ from tests.simulation.books import Books, ViolationError
 from tests.simulation.clock import Clock, NothingLeftError, VirtualLoop, installed
 from tests.simulation.disk import Disk, in_thread
 from tests.simulation.edges import doubles
-from tests.simulation.faults import QUEUE, RANK, WORKER, Fate, Faults, damage
+from tests.simulation.faults import RANK, WORKER, Fate, Faults, damage
 from tests.simulation.learner import SimulatedRank, Weights
 from tests.simulation.processes import DRIVER, HERE, Process, SimulatedRay, in_place_of_ray, make_task
 from tests.simulation.schedule import ENDS_A_RUN, TAKES_BACK, FaultSchedule
@@ -69,7 +69,9 @@ class World:
     def __init__(self, schedule: FaultSchedule, root: Path) -> None:
         self.schedule, self._root = schedule, root
         config = schedule.config
-        self.books = Books(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
+        self.books = Books(
+            max_staleness=config.max_staleness, groups_per_step=config.groups_per_step, dynamic_sampling=config.dynamic_sampling
+        )
         self._clock = Clock()
         self.disk = Disk(self._clock.time)
         self._updates = Counter[str]()
@@ -84,11 +86,11 @@ class World:
         self.steps = 0
         self.cluster: Any = None
         self._controller: Any = None
-        self._queue_process: Process | None = None
 
     # -- what is heard -----------------------------------------------------------------------------------------------
 
     def tells(self, level: str, text: str) -> None:
+        self.books.heard(text)
         if "ledger.jsonl is damaged" in text:
             self.books.refuse(f"nobody touched the ledger's file, and a resume finds it damaged: {text}")
         self.trace.append(f"{self._clock.now:.4f} {level}: {text}".replace(str(self._root), ""))
@@ -122,12 +124,11 @@ class World:
             elif method in ("update_weights", "receive_weights"):
                 self._updates[process.name] += 1
                 ref.on_done = partial(self._synced, process.name, self._updates[process.name], self._controller._generation)
-        elif caller is None and process.kind == QUEUE and method == "fill":
-            self.books.is_filled(args[0].finished)
         return self.faults.fate_of(process, method, args)
 
     def are_lost(self, group_ids: list[int]) -> None:
         """The driver has heard that these groups' tokens are gone."""
+        self.tells("world", f"groups are lost: {group_ids}")
         self.books.lost |= dict.fromkeys(group_ids, self._clock.now)
         self.faults.are_lost(group_ids)
 
@@ -148,7 +149,7 @@ class World:
             self.books.receipts[worker] = receipt.version if error is None else -1
 
     def rolled_back(self) -> None:
-        """The run goes on at a checkpoint in the same process; queue, service and learner are new, the workers are not."""
+        """The run goes on at a checkpoint in the same process; book, service and learner are new, the workers are not."""
         self.steps = self._controller._step
         self.tells("world", f"back at step {self.steps}")
         self._begin_books(self.steps)
@@ -157,7 +158,6 @@ class World:
         """Of a driver, or of a generation of its weights."""
         self.books.resumed(step, self._damaged, self._folder)
         self.books.receipts, self.books.exports = {}, Counter()
-        self._queue_process = None
 
     def checkpoint_saved(self, path: Path) -> None:
         self.tells("world", f"{path.name} is told to be complete")
@@ -168,9 +168,8 @@ class World:
     def step_ended(self, number: int) -> None:
         self.steps = number
         self.tells("world", f"step {number} is settled")
-        queue = self._queue
-        if queue is not None:
-            self.books.step_ended(number, self._ledger, queue)
+        if (book := self._book) is not None:
+            self.books.step_ended(number, self._ledger, book)
 
     @property
     def _ledger(self) -> bytes:
@@ -180,12 +179,10 @@ class World:
         return b"".join([path.read_bytes() if path.exists() else b"", *on_their_way])
 
     @property
-    def _queue(self) -> Any:
-        """The queue of the present driver, while it lives."""
-        process = self._queue_process
-        if process is None or process.is_dead:
-            self._queue_process = process = next((p for p in self.cluster.alive(QUEUE) if p.is_up), None)
-        return process.instance._queue if process is not None else None
+    def _book(self) -> Any:
+        """The book of the present driver, once it has one."""
+        source = getattr(self._controller, "_source", None)
+        return source.book if source is not None else None
 
     def weights_of(self, model: Path) -> Weights:
         return Weights.load(model) if (model / "weights.json").exists() else Weights(1, 0)
@@ -320,8 +317,8 @@ class World:
         checkpoints = parts.SimulatedFolder(self._folder, self.tells).checkpoints()
         if not checkpoints or checkpoints[-1].step != self.schedule.steps:
             self.books.refuse(f"the run is through, and its newest checkpoint is {checkpoints[-1] if checkpoints else 'none'}")
-        if self._queue is not None:
-            self.books.step_ended(self.steps, self._ledger, self._queue)
+        if self._book is not None:
+            self.books.step_ended(self.steps, self._ledger, self._book)
 
     def _end(self, loop: VirtualLoop) -> None:
         """The driver's actors end with it, and so does whatever waits."""
@@ -363,8 +360,8 @@ class World:
     def _after_step(self) -> None:
         if self.books.violation:
             raise ViolationError(self.books.violation)
-        if (queue := self._queue) is not None:
-            self.books.check_queue(queue)
+        if (book := self._book) is not None:
+            self.books.check_book(book)
         if self.faults.crash is not None:
             raise DriverEnded
         if self._clock.now > self._ends:

@@ -214,7 +214,7 @@ def test_what_can_not_be_reached_just_now_is_lost_to_the_copy_alone(folder: RunF
     """All ranks copy once, in one order. The queue's contents, the monitor and the size of a checkpoint are asked for again."""
 
     async def fails(*_: Any, **__: Any) -> Any:
-        raise ActorUnavailable("trajectory queue: it can't be reached")
+        raise ActorUnavailable("learner rank 0: it can't be reached")
 
     async def scenario() -> None:
         told: list[str] = []

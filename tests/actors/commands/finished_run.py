@@ -11,29 +11,32 @@ from actors.checkpoints.checkpoint_reader import ResumePoint
 from actors.commands.recipe import as_recipe, load_config
 from actors.commands.resume_point import find_resume_point, run_recipe, with_absolute_paths, with_settings
 from actors.config import RunConfig
+from actors.groups.book import GroupBook
 from actors.metrics.step_metrics import StepMetrics
-from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
 from actors.settings.resolve import with_devices
-from actors.state.ledger import Ledger, outstanding_ids
+from actors.state.ledger import Ledger
 from actors.state.resume import TrainingState
 from learner.weights.file_sums import seal
-from tests.actors.cases import group, prompt, prompts, snapshot_of
+from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
 from tests.e2e.launch import RECIPE
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 
 def state(step: int) -> TrainingState:
     """One group trained in each step; two more under way, of which the older is finished."""
-    queue = TrajectoryQueue(groups_per_step=1, max_staleness=1)
+    return TrainingState(step, step, 1.0, snapshot_of(book(step)), {}, {})
+
+
+def book(step: int) -> GroupBook:
+    found = GroupBook(groups_per_step=1, max_staleness=1)
     for version in range(step):
-        for ticket in queue.admit(prompts(version, version + 1)):
-            queue.put(group(ticket))
-        queue.settle([g.group_id for g in queue.draw(version, 1)])
-        queue.publish(version + 1)
-    older, _ = queue.admit(prompts(step, step + 2))
-    queue.put(group(older))
-    return TrainingState(step, step, 1.0, snapshot_of(queue), {}, {})
+        for ticket in found.admit(prompts(version, version + 1), now=0.0):
+            found.finish(at_hand(group(ticket)), now=0.0)
+        found.settle(version + 1, version + 1, [g.group_id for g in found.draw(version, 1)], now=0.0)
+    older, _ = found.admit(prompts(step, step + 2), now=0.0)
+    found.finish(at_hand(group(older)), now=0.0)
+    return found
 
 
 def make_finished_run(base: Path) -> Path:
@@ -49,12 +52,13 @@ def make_finished_run(base: Path) -> Path:
         ledger = Ledger(folder.path / "ledger.jsonl")
         for step in (1, 2):
             folder.append_metrics(StepMetrics(step))
-            queue = state(step).queue
-            ledger.settle(step, trained=[prompt(step - 1).prompt_id], outstanding=outstanding_ids(queue))
+            ledger.hand_out(one.prompt_id for one in (prompts(0, 3) if step == 1 else prompts(step + 1, step + 2)))
+            ledger.settle(step, trained=[prompt(step - 1).prompt_id], discarded=[], contents=book(step).contents())
+            ledger.compare(book(step).contents())
             with folder.checkpoint(step) as checkpoint:
                 learner.save(checkpoint.state / "learner")
                 learner.save_hf(checkpoint.hf)
-                replace(state(step), ledger=ledger.flush(queue), data="0f").save(checkpoint.state)
+                replace(state(step), ledger=ledger.flush(), data="0f").save(checkpoint.state)
     return base / "run"
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from actors.config import RunConfig
 from actors.driver.batch_source import BatchSource
@@ -56,12 +54,11 @@ class RecordingObserver:
         self.pending = []
 
 
-def source(run: Controller, service: Any, queue: Any = None) -> BatchSource:
-    """With a ledger without a line. Args: queue: None: nobody asks it."""
-    ledger: Any = SimpleNamespace(flush=lambda *_: LedgerMark())
+def source(run: Controller, service: Any) -> BatchSource:
+    """With a ledger without a line."""
+    ledger: Any = SimpleNamespace(flush=lambda *_: LedgerMark(), compare=lambda _: None, hand_out=lambda _: None)
     observer: Any = SimpleNamespace(event=run._observer.event, waiting=lambda _: None)
-    with mock.patch("actors.driver.batch_source.make_queue", lambda _: queue or SimpleNamespace()):
-        made = BatchSource(run._config, run._point, ledger, observer)
+    made = BatchSource(run._config, run._point, ledger, observer)
     made.service = service
     return made
 
@@ -72,8 +69,7 @@ class SilentPool:
     async def answer(self, *_: Any) -> Any:
         await asyncio.sleep(60.0)
 
-    def learner_waits(self, *_: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def learner_waits(self, *_: Any) -> None: ...
 
     def is_moving(self) -> bool:
         return False

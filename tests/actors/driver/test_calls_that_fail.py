@@ -69,7 +69,7 @@ def test_a_call_whose_argument_or_answer_is_gone_takes_the_run_back_and_a_bug_en
     assert lost_answer(error).startswith(expected) and bool(lost_answer(error)) == bool(expected)
     lost = asyncio.run(lost_among({"queue": Part(ALIVE)}, error))
     assert lost == Lost(answer=lost_answer(error)) and bool(lost) == bool(expected)
-    of_a_run = asyncio.run(lost_among({"trajectory queue": Part(ALIVE), "correction service": Part(ALIVE)}, error))
+    of_a_run = asyncio.run(lost_among({"learner rank 0": Part(ALIVE), "correction service": Part(ALIVE)}, error))
     assert (bool(of_a_run) and of_a_run.is_replaceable) == expected.startswith("an argument") and bool(of_a_run) == bool(expected)
     if expected:
         said = what_is_lost(lost, error)
@@ -83,8 +83,8 @@ def test_a_full_store_is_said_of_an_answer_as_well() -> None:
         raise OutOfDiskError("full")
 
     with pytest.raises(ActorLost) as caught:
-        asyncio.run(wait_for(call(), "batch of version 4 <- trajectory queue", deadline_s=10.0))
-    what = "batch of version 4 <- trajectory queue: no room in Ray's object store (OutOfDiskError): its node needs more memory in /dev/shm"
+        asyncio.run(wait_for(call(), "correct <- correction service", deadline_s=10.0))
+    what = "correct <- correction service: no room in Ray's object store (OutOfDiskError): its node needs more memory in /dev/shm"
     assert lost_answer(caught.value).startswith(what)
 
 
@@ -93,8 +93,8 @@ def test_a_rank_that_has_failed_is_lost_unless_another_one_is_gone(monkeypatch: 
     monkeypatch.setattr("actors.driver.lost_parts._ANSWER_S", 0.2)
     error = RankFailed("learner rank 0: its device or a collective has failed in step", rank="learner rank 0")
     for other, expected in ((ALIVE, "learner rank 0"), ("silent", "learner rank 0"), (GONE, "learner rank 1")):  # it may wait in that call
-        parts = {"trajectory queue": Part(ALIVE), "learner rank 0": Part(ALIVE), "learner rank 1": Part(other)}
+        parts = {"correction service": Part(ALIVE), "learner rank 0": Part(ALIVE), "learner rank 1": Part(other)}
         assert asyncio.run(lost_among(parts, error)) == Lost((expected,))
-    assert asyncio.run(lost_among({"trajectory queue": Part(ALIVE)}, error)) == Lost(answer=str(error)), "it isn't a part any more"
+    assert asyncio.run(lost_among({"correction service": Part(ALIVE)}, error)) == Lost(answer=str(error)), "it isn't a part any more"
     said = what_is_lost(Lost(("learner rank 0",)), error)
     assert said == f"lost: learner rank 0 ({error}); going back to the last checkpoint"

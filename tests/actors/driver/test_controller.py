@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import PreparedBatch, QueueSettlement, StoredGroup
+from actors.carriers import PreparedBatch, StoredGroup
 from actors.checkpoints.checkpoint_writer import CheckpointWriter
 from actors.config import RunConfig
 from actors.driver.batch_source import BatchSource
@@ -21,7 +21,7 @@ from actors.state.ledger import Ledger
 from correction.config import CorrectionConfig
 from correction.errors import DataError
 from rollout.trajectory import GroupFacts
-from tests.actors.cases import FakeActor, facts
+from tests.actors.cases import FakeActor, facts, prompts
 from tests.simulation import processes
 from tests.simulation.parts import Notes
 from tests.simulation.schedule import Fault, FaultSchedule
@@ -139,14 +139,14 @@ def test_the_ranks_have_their_places_before_a_worker_asks_for_one(monkeypatch: p
     assert (run.violation, asked) == ("", [PLAIN.config]) and 30.0 <= moment(first, run) < 31.0
 
 
-def test_the_first_sync_takes_nothing_out_of_the_queue() -> None:
-    """After a resume it holds discarded prompts that the ledger doesn't know yet; they belong to the first step's line."""
+def test_nobody_asks_the_service_before_training() -> None:
+    """After a resume the book holds discarded prompts that the ledger doesn't know yet; they belong to the first step's line."""
     saved = moment("world: step_000001 is told to be complete", play(PLAIN))
     run = play(PLAIN.with_faults([Fault(saved + 0.1, "crash_driver")]))
     lines = texts(run, driver=1)
-    asked = [line for line in lines[: lines.index("info: training")] if line.startswith("driver -> TrajectoryQueueActor")]
+    asked = [line for line in lines[: lines.index("info: training")] if line.startswith("driver -> CorrectionService")]
     assert (run.violation, run.drivers) == ("", 2)
-    assert {line.rpartition(".")[2] for line in asked} - {"__ray_ready__", "heartbeat"} == {"fill"}
+    assert {line.rpartition(".")[2] for line in asked} - {"__ray_ready__", "heartbeat"} == set()
 
 
 def test_training_begins_when_one_engine_has_the_first_weights() -> None:
@@ -206,9 +206,9 @@ def test_the_last_steps_are_flushed_whatever_ends_the_run(monkeypatch: pytest.Mo
     assert ("warning: lines of the last steps: given up (no connection)" in texts_until_the_end(run)) == fails
 
 
-def test_a_step_s_line_says_what_the_ways_of_its_groups_took(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_step_s_line_says_what_the_ways_of_its_groups_took(tmp_path: Path) -> None:
     """The service answers after 0.2 s of the learner's waiting, all of which is hand-over: the groups had come before."""
-    groups: tuple[GroupFacts, ...] = tuple(facts(i, 5, prompt_id=f"train/0/{i}") for i in range(2))
+    groups: tuple[GroupFacts, ...] = tuple(facts(i, 5, 5, prompt_id=f"train/0/{i}") for i in range(2))
     batch = PreparedBatch(2, CorrectionConfig(preset="bypass"), None, 10, (), (), 0.0, 0.0)
 
     class Service:
@@ -218,13 +218,6 @@ def test_a_step_s_line_says_what_the_ways_of_its_groups_took(monkeypatch: pytest
         async def correct(self, *_: Any) -> PreparedBatch:
             await asyncio.sleep(0.2)
             return batch
-
-    class Queue:
-        async def draw(self, version: int, *_: Any, **__: Any) -> list[StoredGroup]:
-            return [StoredGroup(one, None) for one in groups] if version == 2 else []
-
-        async def advance(self, *_: Any) -> QueueSettlement:
-            return QueueSettlement([], {"admitted": 2, "trained": 2, "discarded": 0, "in_flight": 0, "finished": 0, "drawn": 0}, [])
 
     class Pool:
         def last_progress(self) -> float:
@@ -242,16 +235,17 @@ def test_a_step_s_line_says_what_the_ways_of_its_groups_took(monkeypatch: pytest
         def waiting(self, *_: Any) -> None: ...
 
     observer: Any = Numbers()
-    monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda _: FakeActor(Queue()))
-
     async def scenario() -> None:
         source = BatchSource(PLAIN.config, StartingPoint(Path("model")), Ledger(tmp_path / "ledger.jsonl"), observer)
         source.service = FakeActor(Service())
+        source.ledger.hand_out([one.prompt_id for one in groups])
+        for ticket, one in zip(source.book.admit(prompts(0, 2), now=0.0), groups, strict=True):
+            assert source.book.finish(StoredGroup(one, None), now=0.0) is not None and ticket.group_id == one.group_id
         pool: Any = Pool()
         found = await source.next(2, None, pool, step=2)  # type: ignore[arg-type]
         source.stop()
         assert found == replace(batch, groups=groups)
-        counts, discarded = await source.settle(3, found, version=3, published=3)
+        counts, discarded = source.settle(3, found, version=3, published=3)
         assert (counts["trained"], discarded) == (2, [])
 
     asyncio.run(scenario())

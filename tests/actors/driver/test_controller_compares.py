@@ -38,7 +38,6 @@ def comparing_run(service: ComparingService) -> Controller:
     run = controller(RollbackObserver())
     run._config = run._config.model_copy(update={"true_on_policy": True, "true_on_policy_on_difference": "correct"})
     run._source = source(run, FakeActor(service))
-    run._source.queue = FakeActor(object())
     return run
 
 
@@ -52,13 +51,12 @@ def test_a_service_that_dies_as_it_compares_a_batch_is_replaced_and_the_step_goe
         run = comparing_run(old)
         monkeypatch.setattr(run, "_learn", lambda _: asyncio.sleep(0, result))
         monkeypatch.setattr(run, "_publish", lambda: asyncio.sleep(0, published.append(1)))
-        monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: FakeActor(object()))
         monkeypatch.setattr("actors.driver.batch_source.start_service", lambda *_: FakeActor(new))
         step = StepUnderWay(SimpleNamespace(version=2), run._learn_and_publish)  # type: ignore[arg-type]
         await asyncio.sleep(0.3)
-        assert (old.asked, step.is_trained, published) == (1, False, []), "it waits for the new service"
-        assert [actor.instance for actor in killed] == [old], "the queue is there"
-        run._source.replace(run._config.correction)
+        assert (old.asked, published) == (1, []), "it waits for the new service"
+        assert [actor.instance for actor in killed] == [old]
+        run._source.replace(run._config.correction, 3)
         assert await step.result() is result
         assert (old.asked, new.asked, published) == (1, 1, [1])
         assert run._observer.events == [  # type: ignore[attr-defined]

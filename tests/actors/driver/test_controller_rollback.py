@@ -24,6 +24,7 @@ from actors.record.retrying_writer import RetryingWriter
 from actors.state.ledger import Ledger
 from actors.state.queue_snapshot import QueueSnapshot
 from correction.errors import ActorLost, DataError, DeadlineExceeded
+from tests.actors.cases import contents
 from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing, source
 
 STEPS = 10
@@ -39,8 +40,7 @@ class RollbackObserver(RecordingObserver):
 def rolled_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     """A run whose newest checkpoint is of that step; nothing of it is in Ray."""
     run = controller(RollbackObserver())
-    monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: object())
-    monkeypatch.setattr("actors.driver.batch_source.open_ledger", lambda *_: None)
+    monkeypatch.setattr("actors.driver.batch_source.open_ledger", lambda *_: SimpleNamespace(compare=lambda _: None))
     queue = QueueSnapshot(step, 2 * step, 2 * step, 0, (), ())
     state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0, queue=queue, monitor={})
     point = StartingPoint(Path("model"), SimpleNamespace(), state)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_empty_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scenario() -> None:
         run = rolled_back_to(2, monkeypatch)
-        await run._make_queue()
+        await run._open_book()
         for step in (3, 4, 5):
             empty_step(run, step)
         await run._roll_back()
@@ -98,7 +98,7 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
         run = rolled_back_to(2, monkeypatch)
         monkeypatch.delattr(run, "_withdraw")
         settings = WorkerSettings(run._config.rollout, Path("model"), run._held_out[0], bind="127.0.0.1", resource="rollout")
-        pool = RolloutPool(settings, run._config.deadlines, object(), run._observer)
+        pool = RolloutPool(settings, run._config.deadlines, run._source.book, run._source.changes, run._observer)
         monkeypatch.setattr(pool.members, "_replenish", lambda: None)
         run._pool, run._sync, started = pool, SimpleNamespace(close=nothing), 0  # type: ignore[assignment]
         start_parts = run._start_parts
@@ -110,12 +110,12 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
 
         async def trains(**_: Any) -> None:
             if started == 1:
-                pool.fail(ActorLost("give_up <- trajectory queue: the actor's process has died"))
+                pool.fail(ActorLost("load <- rollout worker: the actor's process has died"))
                 await asyncio.sleep(60.0)
             run._step, run._is_trained = STEPS, True
 
         async def who(*_: Any) -> Lost:
-            return Lost(("trajectory queue",))
+            return Lost(("correction service",))
 
         monkeypatch.setattr(run, "_start_parts", start)
         monkeypatch.setattr(run, "_until_trained", trains)
@@ -245,7 +245,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
             if comes == "before, in the step":
                 signal.raise_signal(signal.SIGTERM)
                 await asyncio.sleep(0.05)
-            raise ActorLost("the queue is gone")
+            raise ActorLost("the service is gone")
 
         async def start_again() -> None:
             assert comes == "as it goes back", "all parts are started for a step that is on disk"
@@ -253,7 +253,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
             await asyncio.sleep(60.0)
 
         async def who(*_: Any) -> Lost:
-            return Lost(("trajectory queue",))
+            return Lost(("correction service",))
 
         starts = iter([nothing, start_again])
         monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
@@ -265,7 +265,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
 
     with pytest.raises(asyncio.CancelledError):
         playing(scenario)
-    last = "[ending] interrupted (SIGTERM): ending at once" if comes == "as it goes back" else "not saved: the queue is gone"
+    last = "[ending] interrupted (SIGTERM): ending at once" if comes == "as it goes back" else "not saved: the service is gone"
     assert told[-1] == f"{last}; a resume goes on from step 2"
 
 
@@ -349,7 +349,6 @@ def test_a_flush_that_nobody_waits_for_any_more_is_over_before_the_ledger_is_cut
     async def scenario() -> None:
         run = controller(RollbackObserver())
         run._observer.disk = RetryingWriter(lambda _: None)
-        monkeypatch.setattr("actors.driver.batch_source.make_queue", lambda *_: object())
         run._source, folder = source(run, None), SimpleNamespace(path=tmp_path)
         run._source.ledger = ledger = Ledger(tmp_path / "ledger.jsonl", hand_over=lambda write: None)
         append = ledger._append
@@ -362,7 +361,8 @@ def test_a_flush_that_nobody_waits_for_any_more_is_over_before_the_ledger_is_cut
         monkeypatch.setattr(ledger, "_append", slow)
         monkeypatch.setattr(run, "_train", nothing)
         monkeypatch.setattr(run._checkpoints, "save_with_retries", nothing)
-        ledger.settle(1, trained=["train/0/0"])
+        ledger.hand_out(["train/0/0"])
+        ledger.settle(1, trained=["train/0/0"], discarded=[], contents=contents(1, 1))
         saving = asyncio.create_task(run._train_and_save())
         await asyncio.to_thread(is_writing.wait, 20.0)
         saving.cancel()

@@ -13,7 +13,6 @@ import pytest
 from actors.carriers import StoredGroup
 from actors.driver.batch_source import _LAST_TOKENS_S
 from actors.driver.controller import Controller
-from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.state.ledger import imbalance_of
 from tests.actors.cases import FakeActor, group, prompts, stored
 from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing, source
@@ -40,12 +39,11 @@ class Service:
 async def run_with_groups(observer: RecordingObserver) -> Controller:
     """At a step's end: three groups are finished, of which one lies on a node that doesn't answer; a fourth is being sampled."""
     run = controller(observer)
-    queue = TrajectoryQueueActor(groups_per_step=4, max_staleness=0)
-    finished = [group(ticket) for ticket in await queue.admit(prompts(0, 4))][:3]
-    await queue.put(stored(*finished[:2]))
-    await queue.put([StoredGroup(finished[2].facts, OnADeadNode())])
     run._source, run._task = source(run, FakeActor(Service())), SimpleNamespace(fingerprint="0f")  # type: ignore[assignment]
-    run._source.queue, run._source.monitor = FakeActor(queue), KNOWN
+    run._source.monitor, book = KNOWN, run._source.book
+    finished = [group(ticket) for ticket in book.admit(prompts(0, 4), now=0.0)][:3]
+    for one in (*stored(*finished[:2]), StoredGroup(finished[2].facts, OnADeadNode())):
+        book.finish(one, now=0.0)
     run._learner = SimpleNamespace(abort=nothing)  # type: ignore[assignment]
     observer.totals = dict  # type: ignore[attr-defined]
     return run
@@ -129,11 +127,6 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
     """Whoever sends SIGTERM may kill in a few seconds. No step is under way, and the batch may take long, as may the last step's diagnosis;
     what is being sampled is in the checkpoint by its prompts."""
 
-    class Starved:
-        async def draw(self, *_: Any, **__: Any) -> Any:
-            asyncio.get_running_loop().call_later(0.05, signal.raise_signal, signal.SIGTERM)
-            await asyncio.sleep(60.0)
-
     async def scenario() -> None:
         observer = DiagnosingObserver()
         run = controller(observer)
@@ -143,8 +136,8 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
             saved.append(step)
 
         run._shutdown.is_training = True
-        queue: Any = FakeActor(Starved())
-        run._source, run._learner = source(run, None, queue), SimpleNamespace(abort=nothing)  # type: ignore[assignment]
+        run._source, run._learner = source(run, None), SimpleNamespace(abort=nothing)  # type: ignore[assignment]
+        asyncio.get_running_loop().call_later(0.05, signal.raise_signal, signal.SIGTERM)
         run._checkpoints = SimpleNamespace(  # type: ignore[assignment]
             finished=nothing, save_with_retries=lambda _, save: save(), begin=begin, saved_step=1
         )

@@ -15,7 +15,7 @@ import pytest
 from actors.carriers import StoredGroup
 from actors.driver.evaluation import evaluate
 from actors.driver.learning_watch import LearningWatch, refuse_unscored
-from actors.queue.outstanding import Outstanding
+from actors.groups.book import GroupBook
 from correction.errors import DataError
 from rollout.config import AnswerSampling
 from rollout.trajectory import FailureKind, Group
@@ -71,12 +71,15 @@ def test_a_batch_that_never_comes_together_ends_the_run_or_the_filter(goes_on: s
     settings = {"dynamic_sampling": True, "dynamic_sampling_on_shortage": goes_on}
     run._config = run._config.model_copy(update=settings)
     run._learning = LearningWatch(config(**settings), observer.event, run._short_of_groups)
-    run._source = SimpleNamespace(outstanding=Outstanding(dynamic_sampling=True))  # type: ignore[assignment]
+    book = GroupBook(groups_per_step=1000, max_staleness=0, dynamic_sampling=True)
+    run._source = SimpleNamespace(book=book)  # type: ignore[assignment]
     run._checkpoints = SimpleNamespace(finished=nothing)  # type: ignore[assignment]
 
     async def next_batch() -> None:
         for number in itertools.count():
-            finished = run._source.outstanding.finish(at_hand(group(number, "A", "B")))
+            book.admit([group(number, "A", "B").prompt], now=0.0)
+            finished = book.finish(at_hand(group(number, "A", "B")), now=0.0)
+            assert finished is not None
             if finished.reason is None:
                 raise DataError(f"group {number} was trained on")
             run._learning.finished(finished)

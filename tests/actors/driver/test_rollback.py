@@ -9,32 +9,34 @@ from typing import Any
 
 import pytest
 
-from actors.driver.drawing import Drawing
+from actors.carriers import StoredGroup
+from actors.driver.batch_ahead import BatchAhead
 from actors.driver.lost_parts import Lost, lost_among
 from actors.driver.parts import StartingPoint, start_learner
 from actors.driver.rollback import MOST_ROLLBACKS, Rollbacks, end_parts
+from actors.groups.book import GroupBook
 from actors.pool.rollout_worker import RolloutWorker
 from actors.queue.payloads import LATE
-from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.ranks.learner_group import LearnerGroup
 from actors.ranks.learner_rank_actor import LearnerRankActor
 from correction.errors import ActorLost, DataError, EngineError, LateError
 from learner.config import LearnerConfig
 from learner.kept_weights import KeptWeights
 from rollout.trajectory import Group
-from tests.actors.cases import group, prompts
+from tests.actors.cases import OpenBook, at_hand, group, prompts
 from tests.actors.driver.test_lost_parts import ALIVE, GONE, UNREACHABLE, Part
 from tests.actors.simulated_time import simulate
+from tests.simulation.test_simulation_of_runs import run_of_one_worker
 
 
 @pytest.mark.parametrize(
     ("ranks", "lost", "stays"),
     [
-        ([Part(ALIVE), Part(ALIVE)], Lost(("queue",)), True),
+        ([Part(ALIVE), Part(ALIVE)], Lost(("service",)), True),
         ([Part(ALIVE), Part(ALIVE)], Lost(("learner rank 1",)), False),
-        ([Part(ALIVE), Part(GONE)], Lost(("queue",)), False),
-        ([Part(ALIVE), Part("silent")], Lost(("queue",)), False),
-        ([Part(ALIVE), Part(UNREACHABLE)], Lost(("queue",)), False),
+        ([Part(ALIVE), Part(GONE)], Lost(("service",)), False),
+        ([Part(ALIVE), Part("silent")], Lost(("service",)), False),
+        ([Part(ALIVE), Part(UNREACHABLE)], Lost(("service",)), False),
         ([Part(ALIVE), Part(ALIVE)], Lost(answer="step"), False),
     ],
     ids=["idle", "one is lost", "one dies just now", "one is in a call that doesn't end", "one can't be reached", "of whom isn't known"],
@@ -47,11 +49,11 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
     monkeypatch.setattr("actors.processes.supervision.ray.kill", killed.append)
     monkeypatch.setattr("actors.driver.rollback._IDLE_S", 0.3)
     learner = LearnerGroup(ranks, version=3, step_s=1.0)
-    queue, service = Part(ALIVE), Part(ALIVE)
-    parts = {"queue": queue, "service": service, **learner.ranks}
+    service = Part(ALIVE)
+    parts = {"service": service, **learner.ranks}
     kept, left = asyncio.run(end_parts(parts, learner, lost))
     assert (kept, left) == ((learner, learner.ranks) if stays else (None, {}))
-    assert set(killed) == ({queue, service} if stays else {queue, service, *ranks})
+    assert set(killed) == ({service} if stays else {service, *ranks})
 
 
 @pytest.mark.parametrize(("start_took_s", "stays"), [(0.1, False), (5.0, True)])
@@ -61,7 +63,7 @@ def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pyt
     monkeypatch.setattr("actors.driver.rollback._IDLE_S", 0.1)
     learner = LearnerGroup([Part("busy")], version=3, step_s=1.0)
     learner.start_took_s = start_took_s
-    kept, _ = asyncio.run(end_parts(dict(learner.ranks), learner, Lost(("queue",))))
+    kept, _ = asyncio.run(end_parts(dict(learner.ranks), learner, Lost(("service",))))
     assert (kept is learner) == stays
 
 
@@ -74,7 +76,7 @@ def test_the_wait_for_a_busy_learner_is_told(monkeypatch: pytest.MonkeyPatch) ->
         learner = LearnerGroup([Part("silent")], version=3, step_s=1.0)
         learner.start_took_s = 400.0
         learner.ranks["learner rank 0"].__ray_ready__.remote = lambda: asyncio.sleep(100.0)  # in a step
-        kept, _ = await end_parts(dict(learner.ranks), learner, Lost(("queue",)), lambda notice: told.append(str(notice)))
+        kept, _ = await end_parts(dict(learner.ranks), learner, Lost(("service",)), lambda notice: told.append(str(notice)))
         assert kept is learner
 
     simulate(scenario)
@@ -86,7 +88,7 @@ def test_a_learner_of_a_start_that_failed_is_not_taken_for_the_runs(monkeypatch:
     killed: list[Any] = []
     monkeypatch.setattr("actors.processes.supervision.ray.kill", killed.append)
     before, new = LearnerGroup([Part(ALIVE)], version=0, step_s=1.0), Part(ALIVE)
-    assert asyncio.run(end_parts({"queue": Part(ALIVE), "learner rank 0": new}, before, Lost(("queue",)))) == (None, {})
+    assert asyncio.run(end_parts({"service": Part(ALIVE), "learner rank 0": new}, before, Lost(("service",)))) == (None, {})
     assert new in killed
 
 
@@ -141,23 +143,29 @@ def test_a_rank_that_goes_back_counts_its_calls_from_there() -> None:
 
 def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourth_time() -> None:
     """All parts live, so that another service may be able to read it; at the fourth return the run ends with the drawing's own remedy."""
-    rollbacks, parts = Rollbacks(None, None), {"trajectory queue": Part(ALIVE), "correction service": Part(ALIVE)}  # type: ignore[arg-type]
+    rollbacks, parts = Rollbacks(None, None), {"learner rank 0": Part(ALIVE), "correction service": Part(ALIVE)}  # type: ignore[arg-type]
 
     async def lost_three_times() -> ActorLost:
-        async def ask(*_: Any, **__: Any) -> None: ...
+        books, config = OpenBook(groups_per_step=1, max_staleness=0), run_of_one_worker(steps=1, groups_per_step=1, faults=()).config
 
-        drawing = Drawing(SimpleNamespace(ask=ask))  # type: ignore[arg-type]
+        async def pulls(_: str, version: int, number: int, groups: list[StoredGroup], lost: list[int], **__: Any) -> dict[int, str]:
+            return {one.group_id: LATE for one in groups}
+
+        (ticket,) = books.admit(prompts(0, 1))
+        ahead = BatchAhead(0, config.correction, config, books.book, books.changes, pulls, gather_s=0.0)
+        for _ in range(3):
+            books.put(at_hand(group(ticket)))
+            await asyncio.sleep(0.1)
         with pytest.raises(ActorLost) as found:
-            for _ in range(3):
-                await drawing.lose({4: LATE})
+            await ahead.completed(None, step=0, in_time=lambda work: work)  # type: ignore[arg-type]
         return found.value
 
     for _ in range(MOST_ROLLBACKS):
         error = asyncio.run(lost_three_times())
         lost = asyncio.run(lost_among(parts, error))
-        assert lost.parts == () and not lost.is_replaceable, "the run goes back; queue and service alone don't do"
+        assert lost.parts == () and not lost.is_replaceable, "the run goes back; a new service alone doesn't do"
         rollbacks.allow(lost, error, saved=3, step=5)
-    with pytest.raises(ActorLost, match=r"the 4th death after step 3, .*: group 4 was sampled 3 times.*lower deadlines.bytes_per_s$"):
+    with pytest.raises(ActorLost, match=r"the 4th death after step 3, .*: group 0 was sampled 3 times.*lower deadlines.bytes_per_s$"):
         rollbacks.allow(lost, error, saved=3, step=5)
 
 
@@ -192,7 +200,7 @@ def test_deaths_that_are_hours_apart_end_no_run_unless_they_come_at_the_same_ste
             now[0] += 4000.0
 
 
-def test_queue_and_service_that_die_every_few_steps_are_replaced_after_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_dies_every_few_steps_is_replaced_after_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """At other steps, and after new checkpoints, too: that never ends the run, and takes no more than its share of it. An hour later the
     first of them no longer count."""
     now, told = [0.0], list[str]()
@@ -200,7 +208,7 @@ def test_queue_and_service_that_die_every_few_steps_are_replaced_after_pauses(mo
     rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
 
     async def dies(step: int) -> float:
-        rollbacks.allow(Lost(("trajectory queue",)), EngineError("killed"), saved=step - step % 3, step=step, is_replaced=True)
+        rollbacks.allow(Lost(("correction service",)), EngineError("killed"), saved=step - step % 3, step=step, is_replaced=True)
         before = asyncio.get_running_loop().time()
         await rollbacks.pause(lambda level, text: told.append(f"{level}: {text}"))
         now[0] += 20.0
@@ -212,14 +220,14 @@ def test_queue_and_service_that_die_every_few_steps_are_replaced_after_pauses(mo
         assert await dies(18) == 0.0
 
     simulate(scenario)
-    assert told[0] == "warning: queue or service were lost 11 times in 60 minutes: new ones in 2 s" and len(told) == 8
+    assert told[0] == "warning: the service was lost 11 times in 60 minutes: a new one in 2 s" and len(told) == 8
 
 
-def test_replaced_queues_are_no_returns_of_a_learner_that_dies_later() -> None:
-    """Three queues died at other steps. Before, the first death of a rank after that counted as the fourth return, and ended the run."""
+def test_replaced_services_are_no_returns_of_a_learner_that_dies_later() -> None:
+    """Three services died at other steps. Before, the first death of a rank after that counted as the fourth return, and ended the run."""
     rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
     for step in (4, 5, 6):
-        rollbacks.allow(Lost(("trajectory queue",)), EngineError("killed"), saved=3, step=step, is_replaced=True)
+        rollbacks.allow(Lost(("correction service",)), EngineError("killed"), saved=3, step=step, is_replaced=True)
     for step in (7, 8, 9):
         rollbacks.allow(Lost(("learner rank 0",)), EngineError("killed"), saved=3, step=step)
     with pytest.raises(ActorLost, match="the 4th death after step 3"):
@@ -251,8 +259,7 @@ def test_a_worker_gives_up_what_it_has_under_way_when_it_follows_another_generat
         sampler = StubbornSampler(is_stubborn=is_stubborn)
         worker._sampler = sampler  # type: ignore[assignment]
         worker._endpoint = SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]
-        queue = TrajectoryQueueActor(groups_per_step=2, max_staleness=0)
-        tickets = await queue.admit(prompts(0, 2))
+        tickets = GroupBook(groups_per_step=2, max_staleness=0).admit(prompts(0, 2), now=0.0)
         first = asyncio.ensure_future(worker.generate_group(tickets[0]))
         await asyncio.sleep(0.01)
         await worker.follow(1)

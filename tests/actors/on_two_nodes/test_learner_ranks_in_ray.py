@@ -280,7 +280,7 @@ def test_ranks_that_live_go_back_in_the_middle_of_a_step_and_of_a_save(cluster: 
             step_under_way = asyncio.create_task(group.step(ray.put(defer(random_batch(9, groups=40), TIS)), TIS, step=4))
             await asyncio.sleep(0.05)
             step_under_way.cancel()
-            group = await after_a_rollback(group, {}, "trajectory queue", tmp_path)
+            group = await after_a_rollback(group, {}, "correction service", tmp_path)
             assert await two_steps(group) == first
 
             maker = ray.remote(BatchMaker).options(num_cpus=0, max_concurrency=2).remote()

@@ -21,12 +21,11 @@ from actors.part_carriers import ActorInfo, WorkerSettings
 from actors.pool.pool import RolloutPool
 from actors.pool.scaling import ScalingDecision
 from actors.processes.stopwatch import Stopwatch
-from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import EngineError
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.continuation import unsampled
 from rollout.trajectory import Group, GroupFacts, UnfinishedGroup, VersionSpan, WorkerLoad, ids_of, logprobs_of
-from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.cases import FakeActor, OpenBook, group, prompt
 
 TOKENS = 100
 """Of an answer; a group has two, of the same length."""
@@ -132,7 +131,7 @@ class ElasticScene:
         """Workers that were called for their loads, but for heartbeats."""
         self.learner_s = 1.0
         self.groups_per_step = groups_per_step
-        self.queue = TrajectoryQueueActor(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self.books = OpenBook(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self.sync = SimpleNamespace(version=0, join=lambda target: setattr(target, "version", 0), leave=lambda name: None)
         fake_ray = SimpleNamespace(
             remote=lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._make)),
@@ -159,7 +158,7 @@ class ElasticScene:
         )
         deadlines = DeadlinesConfig(start_s=50.0, notice_s=20.0, drain_s=drain_s)
         places = (max_staleness + 1) * groups_per_step
-        self.pool = RolloutPool(settings, deadlines, FakeActor(self.queue), observer, places)
+        self.pool = RolloutPool(settings, deadlines, self.books.book, self.books.changes, observer, places)
 
     @property
     def now(self) -> float:
@@ -187,7 +186,7 @@ class ElasticScene:
         self.pool.start()
         await self.pool.members.first_worker()
         self.pool.follow(self.sync)  # type: ignore[arg-type]
-        return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+        return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))
 
     async def until(self, ready: Callable[[], bool]) -> None:
         while not ready():
@@ -200,9 +199,10 @@ class ElasticScene:
         """As the controller's: wait for a batch, train it, publish. Args: tells_loads: receipts bring them."""
         version, trained = self.sync.version, 0
         batch: list[int] = []
-        with Stopwatch().phase("wait") as wait, self.pool.learner_waits(version, wait):
+        with Stopwatch().phase("wait") as wait:
+            self.pool.learner_waits(version, wait)
             while trained < self.groups_per_step:
-                drawn = await self.queue.draw(version, self.groups_per_step - trained, 10.0)
+                drawn = await self.books.draw(version, self.groups_per_step - trained, 10.0)
                 batch += [g.group_id for g in drawn]
                 trained = len(batch)
         await asyncio.sleep(self.learner_s)
@@ -211,10 +211,10 @@ class ElasticScene:
             worker.sync.version = self.sync.version
             worker.sync.load = worker.actor.instance.told_load() if tells_loads else None
         self.pool.wake()
-        await self.queue.advance(self.sync.version, batch)
+        self.books.advance(self.sync.version, batch)
 
     def assert_balanced(self) -> None:
-        counts = self.queue._queue.counts()
+        counts = self.books.book.counts()
         assert counts["admitted"] == counts["trained"] + counts["discarded"] + counts["in_flight"] + counts["finished"] + counts["drawn"]
         ids = [group_id for group_id, _, _ in self.sampled]
         assert len(ids) == len(set(ids)), "no group was sampled to its end twice"

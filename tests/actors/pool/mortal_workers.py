@@ -16,12 +16,11 @@ from actors.carriers import GroupFailure, Ticket
 from actors.config import DeadlinesConfig
 from actors.part_carriers import ActorInfo
 from actors.pool.pool import RolloutPool
-from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.state.ledger import imbalance_of
 from actors.state.queue_snapshot import QueueSnapshot
 from rollout.config import AnswerSampling
 from rollout.trajectory import Group, GroupFacts, WorkerLoad
-from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.cases import FakeActor, OpenBook, group, prompt
 from tests.actors.pool.pool_cases import worker_settings
 from tests.actors.simulated_time import simulate
 
@@ -135,7 +134,7 @@ class World:
         self.starts: Callable[[Mortal], Coroutine[Any, Any, None]] = starts_well
         """What happens before an engine's start; it may raise."""
         self.sample: Callable[[Mortal, Ticket], Coroutine[Any, Any, Outcome | None]] = nothing_special
-        self.queue = TrajectoryQueueActor(groups_per_step=places, max_staleness=0)
+        self.books = OpenBook(groups_per_step=places, max_staleness=0)
         self.sync = AtOnce(self)
         fake_ray = SimpleNamespace(
             remote=lambda cls: SimpleNamespace(options=self._with_options),
@@ -154,7 +153,7 @@ class World:
             event=lambda _, text: self.events.append(text),
             waiting=lambda notice: self.events.append(str(notice)),
         )
-        self.pool = RolloutPool(settings, DeadlinesConfig(no_workers_s=no_workers_s), FakeActor(self.queue), observer)
+        self.pool = RolloutPool(settings, DeadlinesConfig(no_workers_s=no_workers_s), self.books.book, self.books.changes, observer)
 
     def _with_options(self, **options: Any) -> Any:
         self.options.append(options)
@@ -169,12 +168,12 @@ class World:
         await self.pool.members.first_worker()
         await asyncio.sleep(0.001)
         self.pool.follow(self.sync)  # type: ignore[arg-type]
-        self.feeding = asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+        self.feeding = asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))
 
     async def all_done(self, count: int) -> None:
-        """Until so many groups are finished, and with the queue, or discarded; the books balance then. Raises: what ends the run."""
+        """Until so many groups are finished or discarded; the books balance then. Raises: what ends the run."""
         while True:
-            counts = self.queue._queue.counts()
+            counts = self.books.book.counts()
             if min(len(self.finished), counts["finished"] + counts["drawn"]) + counts["discarded"] >= count:
                 self.check_books()
                 return
@@ -183,15 +182,15 @@ class World:
             await asyncio.sleep(1.0)
 
     def check_books(self) -> None:
-        """Admitted = trained + discarded (by reason) + under way, each prompt once; and the queue has what was told as finished."""
-        queue = self.queue._queue
-        under_way = [entry.ticket for entry in queue._entries.values()]
-        assert imbalance_of(QueueSnapshot.of(queue.contents(), ()), None) is None
+        """Admitted = trained + discarded (by reason) + under way, each prompt once; and the book has what was told as finished."""
+        book = self.books.book
+        under_way = [entry.ticket for entry in book._entries.values()]
+        assert imbalance_of(QueueSnapshot.of(book.contents(), ()), None) is None
         assert len(set(self.finished)) == len(self.finished), "told twice"
-        assert queue.trained == 0, "or not all of them are known by their ids"
-        known = [*(ticket.prompt.prompt_id for ticket in under_way), *(one.prompt_id for one in queue._unreported)]
-        assert sorted(known) == sorted(prompt(i).prompt_id for i in range(queue.admitted)), "each prompt once"
-        assert {i for i, entry in queue._entries.items() if entry.group is not None} == {*self.finished}, "or one is on its way to it"
+        assert book.trained == 0, "or not all of them are known by their ids"
+        known = [*(ticket.prompt.prompt_id for ticket in under_way), *(one.prompt_id for one in book.unreported)]
+        assert sorted(known) == sorted(prompt(i).prompt_id for i in range(book.admitted)), "each prompt once"
+        assert {i for i, entry in book._entries.items() if entry.group is not None} == {*self.finished}, "or one is on its way to it"
 
     @property
     def lost(self) -> list[str]:

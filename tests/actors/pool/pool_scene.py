@@ -16,10 +16,9 @@ from actors.carriers import Ticket
 from actors.config import DeadlinesConfig
 from actors.part_carriers import ActorInfo
 from actors.pool.pool import RolloutPool
-from actors.queue.queue_actor import TrajectoryQueueActor
 from rollout.config import AnswerSampling
 from rollout.trajectory import Group, GroupFacts, WorkerLoad
-from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.cases import FakeActor, OpenBook, group, prompt
 from tests.actors.pool.pool_cases import worker_settings
 
 DEAD = ray.exceptions.ActorDiedError()
@@ -113,7 +112,7 @@ class PoolScene:
         self.joined: list[str] = []
         self.left: list[str] = []
         self.sync = Sync(behind or set())
-        self.queue = TrajectoryQueueActor(groups_per_step=places, max_staleness=0)
+        self.books = OpenBook(groups_per_step=places, max_staleness=0)
         fake_ray = SimpleNamespace(
             remote=lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._make)),
             kill=lambda actor: self.killed.append(actor.instance.name),
@@ -132,7 +131,7 @@ class PoolScene:
             event=lambda _, text: self.events.append(text),
             waiting=lambda notice: self.events.append(str(notice)),
         )
-        self.pool = RolloutPool(settings, deadlines, FakeActor(self.queue), observer)
+        self.pool = RolloutPool(settings, deadlines, self.books.book, self.books.changes, observer)
 
     def _make(self, name: str, *_: Any, **__: Any) -> FakeActor:
         self.workers[name] = Worker(name, self)
@@ -143,11 +142,11 @@ class PoolScene:
         self.pool.start()
         await self.pool.members.first_worker()
         self.pool.follow(self.sync)  # type: ignore[arg-type]
-        return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+        return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))
 
     async def until_finished(self, count: int) -> None:
         """And with the queue."""
-        while len(self.finished) < count or self.queue._queue.counts()["finished"] < count:
+        while len(self.finished) < count or self.books.book.counts()["finished"] < count:
             await asyncio.sleep(0.01)
 
 

@@ -20,10 +20,9 @@ from actors.part_carriers import ActorInfo, WorkerSettings
 from actors.pool.dispatch import Questions, WaitingWork
 from actors.pool.pool import RolloutPool
 from actors.processes.stopwatch import Stopwatch
-from actors.queue.queue_actor import TrajectoryQueueActor
 from rollout.config import AnswerSampling, RolloutConfig
 from rollout.trajectory import Group, GroupFacts
-from tests.actors.cases import FakeActor, group, prompt
+from tests.actors.cases import FakeActor, OpenBook, group, prompt
 from tests.actors.simulated_time import simulate
 
 RECEIPTS_APART_S = 0.02
@@ -73,7 +72,7 @@ class Run:
     ) -> None:
         self.groups_per_step = groups_per_step
         self.engines: list[Engine] = []
-        self.queue = TrajectoryQueueActor(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        self.books = OpenBook(groups_per_step=groups_per_step, max_staleness=max_staleness)
         self.sync = SimpleNamespace(version=0, join=lambda target: setattr(target, "version", 0), leave=lambda name: None)
 
         def make(name: str, *_: Any, **__: Any) -> FakeActor:
@@ -96,27 +95,28 @@ class Run:
         settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
         told = dict.fromkeys(("joined", "left", "group_finished", "lost", "waiting"), lambda *_: None)
         observer = SimpleNamespace(**told, event=lambda *_: None)
-        self.pool = RolloutPool(settings, DeadlinesConfig(start_s=50.0, notice_s=20.0), FakeActor(self.queue), observer)
+        self.pool = RolloutPool(settings, DeadlinesConfig(start_s=50.0, notice_s=20.0), self.books.book, self.books.changes, observer)
 
     async def begin(self) -> asyncio.Task[None]:
         self.pool.start()
         while len(list(self.pool.members.joined())) < len(self.pool.members.workers):
             await asyncio.sleep(0.001)
         self.pool.follow(self.sync)  # type: ignore[arg-type]
-        return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+        return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))
 
     async def step(self) -> None:
         """Train the next batch, publish, and send receipts one after the other."""
         version, batch = self.sync.version, 0
         trained: list[int] = []
-        with Stopwatch().phase("wait") as wait, self.pool.learner_waits(version, wait):
+        with Stopwatch().phase("wait") as wait:
+            self.pool.learner_waits(version, wait)
             while batch < self.groups_per_step:
-                drawn = await self.queue.draw(version, self.groups_per_step - batch, 10.0)
+                drawn = await self.books.draw(version, self.groups_per_step - batch, 10.0)
                 batch += len(drawn)
                 trained += [g.group_id for g in drawn]
         self.sync.version += 1
         self.pool.wake()
-        await self.queue.advance(self.sync.version, trained)
+        self.books.advance(self.sync.version, trained)
         for place, worker in enumerate(self.pool.members.joined(), start=1):
             asyncio.get_running_loop().call_later(place * RECEIPTS_APART_S, self._receipt, worker, self.sync.version)
 

@@ -343,7 +343,8 @@ def test_after_a_step_that_published_nothing_a_pool_that_follows_asks(monkeypatc
         feeding = await scene.begin()
         await scene.step()
         for version, asked in ((1, []), (2, ["0"])):
-            with Stopwatch().phase("wait") as wait, scene.pool.learner_waits(version, wait):
+            with Stopwatch().phase("wait") as wait:
+                scene.pool.learner_waits(version, wait)
                 await asyncio.sleep(3.0)
             assert scene.asked == asked
         feeding.cancel()
@@ -364,7 +365,7 @@ def test_a_fixed_pool_does_not_follow_anything(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_handed_back_carries_versions_and_logprobs() -> None:
-    """The ticket of the next worker has all of it; the queue's own ticket stays as it was."""
+    """The ticket of the next worker has all of it; the book's own ticket stays as it was."""
     from actors.pool.dispatch import continuing
 
     ticket = Ticket(5, prompt(5), 2)

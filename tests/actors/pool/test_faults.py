@@ -1,4 +1,4 @@
-"""Faults of every class, in simulated time: the real pool and the real queue over workers that die, freeze, lag and talk rubbish.
+"""Faults of every class, in simulated time: the real pool and the real book over workers that die, freeze, lag and talk rubbish.
 
 Each run has to finish what was admitted, or to say why it can't; and no worker is lost by what is not its fault.
 """
@@ -120,7 +120,7 @@ def test_a_prompt_that_no_engine_can_sample_is_discarded_with_the_reason(monkeyp
         await world.begin()
         await world.all_done(8)
         assert sorted(tried) == ["0", "1"] and world.lost == []
-        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.FAILED: 1}
+        assert dict(world.books.book.discarded_by_reason) == {DiscardReason.FAILED: 1}
         assert [event for event in world.events if "is discarded" in event] == [
             f"group 3 (train/0/3) is discarded, {DiscardReason.FAILED}: one logprob is not finite"
         ]
@@ -141,7 +141,7 @@ def test_a_prompt_that_nobody_could_ever_sample_is_discarded_at_once(monkeypatch
         await world.begin()
         await world.all_done(8)
         assert not any("is sampled again" in event for event in world.events)
-        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.FAILED: 1} and world.lost == []
+        assert dict(world.books.book.discarded_by_reason) == {DiscardReason.FAILED: 1} and world.lost == []
 
     play(scenario)
 
@@ -162,7 +162,7 @@ def test_a_prompt_that_kills_engines_is_found(monkeypatch: pytest.MonkeyPatch, w
         world.sample = deadly  # type: ignore[assignment]
         await world.begin()
         await world.all_done(17)  # the place of the one that is discarded is taken
-        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.LOST: 1}
+        assert dict(world.books.book.discarded_by_reason) == {DiscardReason.LOST: 1}
         assert {*range(16)} - {*world.finished} == {5} and len(world.lost) == 3
         follows = "it is discarded with the reason, after the third; before, it never comes with another suspect"
         Measured(f"a prompt that ends each engine, with {counted(workers, 'worker')}", follows, None, world.sampled_again, PLAYED).write()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 import ray.exceptions
@@ -16,52 +14,12 @@ from actors.pool.workers import LostGroups, WorkerHandle
 from actors.processes.long_wait import LongWait
 from actors.processes.supervision import HALF_OVER
 from actors.weights.weight_sync import SyncTarget
-from correction.errors import EngineError, LateError
+from correction.errors import EngineError
 from rollout.config import AnswerSampling
 from tests.actors.cases import CountingName, group, prompt
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
 from tests.actors.processes.test_supervision import errors_of_ray
 from tests.failures.measured import PLAYED, Measured
-
-
-def test_a_queue_that_is_silent_for_ninety_seconds_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        world = World(monkeypatch, workers=2, places=8)
-        await world.begin()
-        silent_until = world.now + 90.0
-        for name in ("put", "wait_for_places", "admit"):
-            method: Callable[..., Awaitable[Any]] = getattr(world.queue, name)
-
-            async def late(*arguments: Any, method: Callable[..., Awaitable[Any]] = method, **named: Any) -> Any:
-                await asyncio.sleep(max(0.0, silent_until - world.now))
-                return await method(*arguments, **named)
-
-            monkeypatch.setattr(world.queue, name, late)
-        await world.all_done(8)
-        assert world.lost == [] and sorted(world.finished) == list(range(8))
-        assert world.now >= silent_until
-        assert any("trajectory queue: late, no answer in" in event for event in world.events)
-        assert world.queue._queue.counts()["admitted"] == 8, "asked again, it admits nothing twice"
-
-    play(scenario)
-
-
-def test_a_worker_that_waits_for_a_lost_queue_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        world = World(monkeypatch, workers=2, places=8)
-        failed: list[int] = []
-
-        async def once(mortal: Mortal, ticket: Ticket) -> None:
-            if ticket.group_id == 3 and not failed:
-                failed.append(3)
-                raise ray.exceptions.RayTaskError("f", "a long traceback", LateError("put <- trajectory queue: its process is gone"))
-
-        world.sample = once  # type: ignore[assignment]
-        await world.begin()
-        await world.all_done(8)
-        assert world.lost == [] and sorted(world.finished) == list(range(8))
-
-    play(scenario)
 
 
 def test_an_engine_ten_times_as_slow_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_a_worker_is_lost_when_it_can_not_be_reached_for_as_long_as_a_heartbeat(
         unreachable(world, monkeypatch, seconds)
         began = world.now
         await world.all_done(8)
-        assert sorted(world.finished) == list(range(8)) and dict(world.queue._queue.discarded_by_reason) == {}
+        assert sorted(world.finished) == list(range(8)) and dict(world.books.book.discarded_by_reason) == {}
         while is_lost and not world.lost:
             await asyncio.sleep(1.0)
         assert len(world.lost) == is_lost
@@ -74,7 +74,7 @@ def test_calls_that_a_bad_network_swallows_cost_neither_worker_nor_prompt(monkey
         await world.begin()
         await world.all_done(8)
         assert sorted(world.finished) == list(range(8)) and world.lost == [] and list(world.mortals) == ["0", "1"]
-        assert dict(world.queue._queue.discarded_by_reason) == {}
+        assert dict(world.books.book.discarded_by_reason) == {}
 
     play(scenario)
 
@@ -93,7 +93,7 @@ def test_a_worker_that_dies_after_a_hiccup_is_lost_with_its_group(monkeypatch: p
         world.sample = deadly  # type: ignore[assignment]
         await world.begin()
         await world.all_done(5)
-        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.LOST: 1} and len(world.lost) == 3
+        assert dict(world.books.book.discarded_by_reason) == {DiscardReason.LOST: 1} and len(world.lost) == 3
 
     play(scenario)
 
@@ -135,7 +135,7 @@ def test_a_group_that_never_reaches_a_worker_is_not_tried_for_ever(monkeypatch: 
         world.sample = swallowed  # type: ignore[assignment]
         await world.begin()
         await world.all_done(5)
-        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.FAILED: 1} and world.lost == []
+        assert dict(world.books.book.discarded_by_reason) == {DiscardReason.FAILED: 1} and world.lost == []
         assert len(calls) == 5 * 6 and set(calls) == {"0", "1"}
 
     play(scenario)
@@ -186,7 +186,7 @@ def test_a_call_that_hangs_in_a_worker_that_lives_keeps_its_slot_until_it_is_abo
         assert sorted(hung) == ["0", "1"] == sorted(name for name, _ in aborted) and world.lost == []
         assert [at - began for _, at in aborted] == pytest.approx([limit_s, 2 * limit_s + 7.0], abs=30.0)
         assert slots == [True, True, True], "taken while it is aborted; then others have the group; and again"
-        assert dict(world.queue._queue.discarded_by_reason) == {DiscardReason.FAILED: 1}
+        assert dict(world.books.book.discarded_by_reason) == {DiscardReason.FAILED: 1}
 
     play(scenario)
 

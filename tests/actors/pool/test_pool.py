@@ -12,13 +12,10 @@ import pytest
 
 import actors.pool.workers
 import actors.processes.call_throttle
-from actors.carriers import StoredGroup, Ticket
-from actors.queue.outstanding import Outstanding
-from actors.queue.queue_actor import TrajectoryQueueActor
 from correction.errors import DeadlineExceeded, EngineDirty, EngineError
 from rollout.config import AnswerSampling
 from rollout.trajectory import WorkerLoad
-from tests.actors.cases import CallResult, FakeActor, prompt
+from tests.actors.cases import CallResult, OpenBook, prompt, prompts
 from tests.actors.pool.pool_scene import DEAD, PoolScene, hang, play, raised
 from tests.actors.processes.iteration_counter import IterationCounter
 
@@ -30,7 +27,7 @@ def test_groups_of_a_lost_worker_are_sampled_by_its_replacement(monkeypatch: pyt
         await scene.begin()
         await scene.until_finished(8)
         assert sorted(scene.finished) == list(range(8)) and sorted(scene.workers["1"].sampled) == list(range(8))
-        assert scene.queue._queue.counts()["finished"] == 8
+        assert scene.books.book.counts()["finished"] == 8
         assert scene.joined == ["0", "1"] and scene.left == ["0"] and scene.sync.left == ["0"]
         await asyncio.sleep(0.05)
         assert scene.killed == ["0"], "an engine whose scheduler died still has a process"
@@ -160,7 +157,7 @@ def test_calls_that_begin_together_are_made_a_few_in_each_iteration_of_the_event
             await asyncio.sleep(0.01)
         scene.pool.follow(scene.sync)  # type: ignore[arg-type]
         counter = IterationCounter()
-        feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+        feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))
         await scene.until_finished(24)
         assert len(made) == 24 and max(Counter(made).values()) == 2
         made.clear()
@@ -175,7 +172,7 @@ def test_groups_that_wait_for_their_turn_are_not_sent_to_a_worker_that_failed(mo
     """Nor does its loss count against them: they never were on it."""
 
     async def scenario() -> None:
-        scene = PoolScene(monkeypatch, places=0)
+        scene = PoolScene(monkeypatch, places=4)
         (await scene.begin()).cancel()
         worker, calls = scene.pool.members.workers["0"], list[int]()
 
@@ -184,8 +181,8 @@ def test_groups_that_wait_for_their_turn_are_not_sent_to_a_worker_that_failed(mo
             raise DEAD
 
         scene.faults["0"] = note
-        for group_id in range(4):
-            scene.pool.tasks.spawn(scene.pool._sample(worker, Ticket(group_id, prompt(group_id), 0)))
+        for ticket in scene.books.admit(prompts(0, 4)):
+            scene.pool.tasks.spawn(scene.pool._sample(worker, ticket))
         if fault == "killed":
             scene.pool.members.lost(worker, "killed")
         else:
@@ -200,48 +197,23 @@ def test_groups_that_wait_for_their_turn_are_not_sent_to_a_worker_that_failed(mo
     play(scenario)
 
 
-def test_a_group_that_was_finished_before_the_worker_died_goes_to_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver has it and delivers it, with or without the worker: others sample what was under way, and that alone."""
+def test_a_group_that_was_finished_before_the_worker_died_is_in_the_book(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver has it, with or without the worker: others sample what was under way, and that alone."""
 
     async def scenario() -> None:
         scene = PoolScene(monkeypatch, places=3)
-        at_its_end: list[int] = []
 
         async def finish_one_and_die() -> None:
             if scene.workers["0"].sampled:
-                at_its_end.append(scene.queue._queue.counts()["finished"])
                 raise DEAD
 
         scene.faults["0"] = finish_one_and_die
         await scene.begin()
         await scene.until_finished(3)
-        assert at_its_end[0] == 0, "it died before the group was delivered"
         assert scene.workers["0"].sampled == [0] and sorted(scene.workers["1"].sampled) == [1, 2]
         assert sorted(scene.finished) == [0, 1, 2], "each once"
-        counts = scene.queue._queue.counts()
+        counts = scene.books.book.counts()
         assert (counts["admitted"], counts["finished"], counts["in_flight"]) == (3, 3, 0)
-
-    play(scenario)
-
-
-def test_groups_of_a_call_to_the_queue_that_failed_are_handed_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All eight were on board; the queue lives, as the next call shows, and has each of them once."""
-
-    async def scenario() -> None:
-        scene, failed = PoolScene(monkeypatch), list[list[int]]()
-        put = scene.queue.put
-
-        async def fails_once(groups: list[StoredGroup]) -> None:
-            if not failed:
-                failed.append([one.group_id for one in groups])
-                raise DEAD
-            await put(groups)
-
-        monkeypatch.setattr(scene.queue, "put", fails_once)
-        await scene.begin()
-        await scene.until_finished(8)
-        assert failed == [list(range(8))] and sorted(scene.workers["0"].sampled) == [*range(8)]
-        assert sum("wait: " in event for event in scene.events) == 1
 
     play(scenario)
 
@@ -273,7 +245,7 @@ def test_what_a_failed_call_would_have_returned_is_looked_at(monkeypatch: pytest
     play(scenario)
 
 
-def test_an_answer_that_comes_after_the_work_was_withdrawn_reaches_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_comes_after_the_work_was_withdrawn_reaches_no_book(monkeypatch: pytest.MonkeyPatch) -> None:
     """Group ids come again with the same prompts: an answer by withdrawn weights must not be taken for the new one."""
 
     async def scenario() -> None:
@@ -282,16 +254,16 @@ def test_an_answer_that_comes_after_the_work_was_withdrawn_reaches_no_queue(monk
         await scene.begin()
         while not scene.pool.members.workers["0"].groups:
             await asyncio.sleep(0.01)
-        old, new = scene.queue, TrajectoryQueueActor(groups_per_step=1, max_staleness=0)
-        (ticket,) = await new.admit([prompt(0)])
+        old, new = scene.books, OpenBook(groups_per_step=1, max_staleness=0)
+        new.admit([prompt(0)])
         await scene.pool.withdraw()
         scene.workers["0"].follow = lambda generation: asyncio.sleep(0)  # type: ignore[attr-defined]
-        scene.pool.serve(FakeActor(new), 1, Outstanding())
+        scene.pool.serve(new.book, new.changes, 1)
         go_on.set()
         await asyncio.sleep(0.3)
         assert scene.workers["0"].sampled == [0] and scene.finished == []
         assert set(looked_at) == {0}, "the group itself is dropped where it lies, and not fetched for that"
-        assert [queue._queue.expects(ticket.group_id) for queue in (old, new)] == [True, True]
+        assert [books.book.counts()["in_flight"] for books in (old, new)] == [1, 1]
 
     play(scenario)
 
@@ -303,7 +275,7 @@ def test_what_a_call_takes_besides_sampling_is_recorded(monkeypatch: pytest.Monk
         scene = PoolScene(monkeypatch, faults={"0": lambda: asyncio.sleep(0.3)}, places=2)
         await scene.begin()
         await scene.until_finished(2)
-        assert scene.pool._outstanding.delays.read()["time/call_s"] >= 0.3
+        assert scene.books.book.delays.read()["time/call_s"] >= 0.3
 
     play(scenario)
 
@@ -342,7 +314,7 @@ def test_work_is_spread_by_load(monkeypatch: pytest.MonkeyPatch) -> None:
         while len(scene.joined) < 2:
             await asyncio.sleep(0.01)
         scene.pool.follow(scene.sync)  # type: ignore[arg-type]
-        feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None))
+        feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))
         await asyncio.sleep(0.2)
         assert [len(worker.groups) for worker in scene.pool.members.workers.values()] == [4, 4]
         feeding.cancel()
@@ -360,7 +332,7 @@ def test_the_next_prompts_are_made_while_the_engines_are_at_work(monkeypatch: py
             await asyncio.sleep(0.01)
         scene.pool.follow(scene.sync)  # type: ignore[arg-type]
         positions = itertools.count()
-        feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in positions), [], lambda _: None))
+        feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in positions), [], lambda _: None, lambda _: None))
         await asyncio.sleep(0.2)
         admitted = sum(len(worker.groups) for worker in scene.pool.members.workers.values())
         assert admitted == 8 and next(positions) == 2 * admitted

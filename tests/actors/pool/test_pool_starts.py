@@ -8,9 +8,7 @@ import pytest
 import ray.exceptions
 
 from actors.pool.faults import WorkerLosses
-from actors.queue.outstanding import Outstanding
 from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineError, EvenkeelError
-from tests.actors.cases import FakeActor
 from tests.actors.pool.pool_scene import DEAD, PoolScene, Sync, Worker, play, raised
 
 
@@ -35,7 +33,7 @@ def test_what_a_run_has_gone_back_for_does_not_fail_it_again(monkeypatch: pytest
         await scene.pool.withdraw()
         for worker in scene.workers.values():
             monkeypatch.setattr(worker, "follow", lambda generation: asyncio.sleep(0), raising=False)
-        scene.pool.serve(FakeActor(scene.queue), 1, Outstanding())
+        scene.pool.serve(scene.books.book, scene.books.changes, 1)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(scene.pool.raise_on_failure(), 0.1)
 
@@ -70,7 +68,7 @@ def test_a_run_that_goes_back_asks_for_the_workers_that_it_lacks(monkeypatch: py
         assert not scene.pool.members.workers
         await scene.pool.withdraw()
         monkeypatch.setattr(Worker, "follow", lambda *_: asyncio.sleep(0), raising=False)
-        scene.pool.serve(FakeActor(scene.queue), 1, Outstanding())
+        scene.pool.serve(scene.books.book, scene.books.changes, 1)
         assert len(scene.pool.members.workers) == scene.pool.members.target
 
     play(scenario)

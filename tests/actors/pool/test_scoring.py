@@ -46,11 +46,9 @@ class Judge:
 
 
 async def draw_all(world: World) -> None:
-    """As the service does: what can't be trained leaves the queue, and makes room for other prompts."""
+    """What can't be trained leaves the book as it is drawn, and makes room for other prompts."""
     while True:
-        if drawn := await world.queue.draw(0, 8, 1.0):
-            worthless = [one.group_id for one in drawn if len(one.facts.valid) < 2]
-            await world.queue.discard(worthless, "fewer than two valid trajectories")
+        await world.books.draw(0, 8, 1.0)
 
 
 def test_a_judge_that_is_down_for_ten_minutes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Queue and service are watched while they live: one that stands still is ended, and what they report reaches the run's events."""
+"""Parts are watched while they live: one that stands still is ended, and what they report reaches the run's events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import ray.exceptions
 
 from actors.cluster.cluster import on_drivers_node
 from actors.processes.long_wait import LongWait
-from actors.processes.numbered import NumberedCaller
 from actors.processes.part_heartbeat import HeartbeatActor, raise_when_silent
 from actors.processes.supervision import HALF_OVER
 from correction.errors import ActorLost
@@ -54,16 +53,16 @@ class Freezable(HeartbeatActor):
     ids=["busy for a while", "frozen", "a bad network", "no network"],
 )
 def test_a_part_that_gives_no_sign_is_ended(monkeypatch: pytest.MonkeyPatch, part: Freezable, is_lost: bool) -> None:
-    """At half of the time the stacks are asked for. Before, a frozen queue was noticed when a batch was late: hours with long answers."""
+    """At half of the time the stacks are asked for. Before, a frozen part was noticed when a batch was late: hours with long answers."""
     killed, stacks, told = list[Any](), list[LongWait](), list[str]()
     monkeypatch.setattr("ray.kill", lambda actor: killed.append(actor.instance))
 
     async def scenario() -> None:
         HALF_OVER.set(stacks.append)
-        parts = {"trajectory queue": FakeActor(part), "correction service": FakeActor(Freezable())}
+        parts = {"learner rank 0": FakeActor(part), "correction service": FakeActor(Freezable())}
         watching = raise_when_silent(parts, LIMIT_S, lambda _, text: told.append(text))
         if is_lost:
-            with pytest.raises(ActorLost, match=r"^trajectory queue: it gave no sign for 120 s .* and its process was ended$"):
+            with pytest.raises(ActorLost, match=r"^learner rank 0: it gave no sign for 120 s .* and its process was ended$"):
                 await watching
             assert part.at + LIMIT_S <= asyncio.get_running_loop().time() <= part.at + 1.25 * LIMIT_S
         else:
@@ -72,33 +71,26 @@ def test_a_part_that_gives_no_sign_is_ended(monkeypatch: pytest.MonkeyPatch, par
 
     simulate(scenario)
     assert killed == [part] * is_lost
-    assert stacks == [LongWait("heartbeat <- trajectory queue")] and "no heartbeat for 60 s" in told[0] and len(told) == 1
+    assert stacks == [LongWait("heartbeat <- learner rank 0")] and "no heartbeat for 60 s" in told[0] and len(told) == 1
 
 
 def test_what_a_part_has_to_tell_comes_with_its_heartbeat_once() -> None:
-    """The service waits for a queue that is late: without this it would say so in a log file of Ray's."""
+    """The service waits for tokens that are late: without this it would say so in a log file of Ray's."""
     told: list[str] = []
-
-    class Queue:
-        async def draw(self, *_: Any, number: int) -> list[int]:
-            await asyncio.sleep(150.0)
-            return [number]
 
     async def scenario() -> None:
         service = HeartbeatActor()
-        books = NumberedCaller(FakeActor(Queue()), late=service.report)
         watching = asyncio.ensure_future(
             raise_when_silent({"correction service": FakeActor(service)}, LIMIT_S, lambda _, text: told.append(text))
         )
-        drawing = asyncio.ensure_future(books.ask("draw", what="groups <- trajectory queue", deadline_s=60.0))
-        await asyncio.sleep(200.0)
+        for seconds in (60, 120, 180):
+            await asyncio.sleep(60.0)
+            service.report(f"tokens are late by {seconds} s")
+        await asyncio.sleep(20.0 + LIMIT_S)
         watching.cancel()
-        drawing.cancel()
 
     simulate(scenario)
-    assert told == [
-        f"correction service: groups <- trajectory queue: late, no answer in {seconds} s; it is asked again" for seconds in (60, 120, 180)
-    ]
+    assert told == [f"correction service: tokens are late by {seconds} s" for seconds in (60, 120, 180)]
 
 
 def test_what_nobody_heard_is_kept_to_a_limit_and_what_was_heard_makes_room() -> None:

@@ -14,22 +14,11 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayTaskError
 
 from actors.carriers import StoredGroup, Ticket
-from actors.driver.drawing import Drawing
 from actors.queue.payloads import GONE, LATE, fetched, read_now, to_hand_on, tokens_fetch_s, whole
 from correction.errors import ActorLost
 from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, Group, GroupFacts, VersionSpan
 from tests.actors.cases import group, prompts, trajectory
 from tests.actors.simulated_time import simulate
-
-
-class FakeBooks:
-    """The queue's side of a loss."""
-
-    def __init__(self) -> None:
-        self.lost: list[list[int]] = []
-
-    async def ask(self, method: str, group_ids: list[int], **_: Any) -> None:
-        self.lost.append(group_ids)
 
 
 def stored(error: Exception | None) -> tuple[Any, dict[int, str]]:
@@ -94,40 +83,6 @@ def test_what_a_rank_cannot_read_is_gone_or_late(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ray, "get", get)
     assert read_now(list(values), 5.0) == ({"there": 1}, {"gone": GONE, "late": LATE})
     assert read_now(["there"], 5.0) == ({"there": 1}, {})
-
-
-def test_a_group_that_can_never_be_read_is_not_sampled_for_ever() -> None:
-    """Groups are lost with their nodes now and then; the same one three times says that something else is wrong, and for the run to say.
-    What the run does then: tests/actors/driver/test_rollback.py."""
-    books = FakeBooks()
-    drawing = Drawing(books)  # type: ignore[arg-type]
-
-    async def scenario() -> None:
-        for _ in range(2):
-            await drawing.lose({3: GONE, 4: LATE})
-        await drawing.lose({5: GONE})
-        with pytest.raises(ActorLost, match=r"^group 4 was sampled 3 times, and each time its tokens.* not there in time"):
-            await drawing.lose({4: LATE})
-
-    asyncio.run(scenario())
-    assert books.lost == [[3, 4], [3, 4], [5]]
-
-
-def test_losses_of_groups_that_do_not_come_again_are_forgotten() -> None:
-    """In weeks on spot nodes each group may be lost once or twice."""
-    books = FakeBooks()
-    drawing = Drawing(books)  # type: ignore[arg-type]
-
-    async def scenario() -> None:
-        for group_id in range(10_000):
-            for _ in range(2):
-                await drawing.lose({group_id: GONE})
-            drawing.forget([group_id])
-        assert not drawing._losses
-        for _ in range(2):
-            await drawing.lose({7: GONE})
-
-    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("kind", [ObjectStoreFullError, OutOfDiskError])

@@ -1,4 +1,4 @@
-"""Where tokens are while queue and driver handle facts, in a real Ray of two nodes: what outlives a worker, and what goes with its node."""
+"""Where tokens are while the driver handles facts, in a real Ray of two nodes: what outlives a worker, and what goes with its node."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.carriers import StoredGroup
 from actors.cluster.cluster import on_drivers_node
-from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
+from actors.groups.book import GroupBook
 from actors.queue.payloads import GONE, _missing, fetched
-from actors.queue.queue_actor import TrajectoryQueueActor
-from actors.queue.trajectory_queue import TrajectoryQueue
 from actors.settings.environment import OF_BATCHES
 from correction.batch import CorrectedBatch, PackedBatch
 from rollout.trajectory import Group, GroupFacts, ids_of, logprobs_of
@@ -66,13 +64,10 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     """A worker that is killed right after its answers costs none of them, small or large. Of a node that goes, the large ones
     are lost: said by their ids, and no others; the small ones came with their references."""
     node = cluster.add_node(num_cpus=2, resources={"rollout": 2})
-    head = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # where a run has it: on the driver's node
-    queues = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrajectoryQueueActor)
-    queues = queues.options(num_cpus=0, max_concurrency=100, scheduling_strategy=head)
-    queue = queues.remote(groups_per_step=4, max_staleness=0)
+    book = GroupBook(groups_per_step=4, max_staleness=0)
     here = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
     sampling = ray.remote(Sampling).options(num_cpus=0, max_concurrency=10, scheduling_strategy=here)
-    finished = [group(ticket) for ticket in ray.get(queue.admit.remote(prompts(0, 4)), timeout=60)]
+    finished = [group(ticket) for ticket in book.admit(prompts(0, 4), now=0.0)]
     finished = [large(one) if one.group_id % 2 else one for one in finished]
 
     workers = [sampling.remote() for _ in range(2)]  # kept: Ray ends an actor that nobody holds
@@ -81,9 +76,10 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     facts = ray.get([found for found, _ in pairs], timeout=60)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    ray.get(queue.put.remote([StoredGroup(*both) for both in zip(facts, [group for _, group in pairs], strict=True)]), timeout=60)
+    for one, (_, tokens) in zip(facts, pairs, strict=True):
+        book.finish(StoredGroup(one, tokens), now=0.0)
     del pairs
-    stored = ray.get(queue.draw.remote(0, 4, 10.0), timeout=60)
+    stored = book.draw(0, 4)
     assert [one.facts for one in stored] == [one.facts for one in finished]
     groups, lost = asyncio.run(fetched(stored[:2], deadline_s=60.0))
     assert (groups, lost) == (finished[:2], {})
@@ -91,8 +87,8 @@ def test_a_finished_group_outlives_its_worker_and_goes_with_its_node(cluster: Cl
     cluster.remove_node(node)
     groups, lost = asyncio.run(fetched(stored[2:], deadline_s=60.0))
     assert (groups, lost) == ([finished[2]], {3: GONE})
-    ray.get(queue.lose.remote(list(lost)), timeout=60)
-    assert [ticket.group_id for ticket in ray.get(queue.take_lost.remote(5.0), timeout=60)] == [3]
+    book.lose(lost)
+    assert [ticket.group_id for ticket in book.take_lost()] == [3]
     follows = "its workers' groups go to others; of finished groups those whose tokens lay there are sampled again"
     Measured("node of rollout workers removed", follows, None, "1 group of 2 that were finished there", "a real node").write()
 
@@ -116,7 +112,7 @@ def test_a_fetch_that_is_given_up_leaves_no_thread_behind(cluster: Cluster) -> N
     """A thread in ray.get can't be interrupted. Without a limit of its own each fetch that a run gives up would take one of the few
     threads of its process for good."""
     silent = ray.remote(Silent).options(num_cpus=0, max_concurrency=2).remote()
-    (ticket,) = TrajectoryQueue(groups_per_step=1, max_staleness=0).admit(prompts(0, 1))
+    (ticket,) = GroupBook(groups_per_step=1, max_staleness=0).admit(prompts(0, 1), now=0.0)
     waiting = StoredGroup(group(ticket).facts, silent.never.remote(), source="rollout worker 3 on node ab12cd34")
 
     async def until(is_there: bool) -> None:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import ray
@@ -25,7 +24,6 @@ from actors.cluster.placement import RankPlaces
 from actors.config import EarlyWarningConfig, RunConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.parts import StartingPoint
-from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.ranks.learner_group import LearnerGroup
 from actors.service.correction_service import CorrectionService
 from actors.settings.environment import OF_BATCHES
@@ -83,22 +81,21 @@ def objects_on(node: Any) -> int:
 
 
 class Run:
-    """Queue, service and two ranks; workers on two nodes."""
+    """Book, service and two ranks; workers on two nodes."""
 
     def __init__(self, cluster: Cluster, group: LearnerGroup, config: LearnerConfig) -> None:
         self.learner, self.step = group, 0
         self.nodes = list(cluster.worker_nodes)
         places = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in self.nodes]
         self.workers = [ray.remote(Sampling).options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
-        self.queue = on_drivers_node(TrajectoryQueueActor, max_concurrency=100).remote(groups_per_step=GROUPS, max_staleness=0)
         settings = RunConfig(
             model=Path("none"), steps=10, groups_per_step=GROUPS, max_staleness=0, rollout=ROLLOUT, learner=config,
             correction=CorrectionConfig.model_validate({"preset": "tis-token"}), monitor=EarlyWarningConfig(detailed=False),
         )
         service = on_drivers_node(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
         observer: Any = SimpleNamespace(event=lambda *_: None, waiting=lambda _: None)
-        with mock.patch("actors.driver.batch_source.make_queue", lambda _: self.queue):
-            self.source = BatchSource(settings, StartingPoint(Path("none")), None, observer)  # type: ignore[arg-type]
+        self.source = BatchSource(settings, StartingPoint(Path("none")), None, observer)  # type: ignore[arg-type]
+        self.book = self.source.book
         self.service = self.source.service = service.remote(settings)
 
     async def sample(self, tickets: Sequence[Ticket], workers: Sequence[Any]) -> None:
@@ -106,19 +103,18 @@ class Run:
         for i, ticket in enumerate(tickets):
             call = workers[i % len(workers)].generate_group.options(num_returns=3)
             facts, light, wide = call.remote(ticket)
-            await self.queue.put.remote([StoredGroup(await facts, await light, wide)])
+            self.book.finish(StoredGroup(await facts, await light, wide), now=0.0)
 
-    async def admitted(self) -> list[Ticket]:
+    def admitted(self) -> list[Ticket]:
         first = self.step * GROUPS
-        found: list[Ticket] = await self.queue.admit.remote(prompts(first, first + GROUPS))
-        return found
+        return self.book.admit(prompts(first, first + GROUPS), now=0.0)
 
     async def train(self) -> Any:
         version, service = self.learner.version, self.service
         pool: Any = SimpleNamespace(last_progress=lambda: 0.0)
         batch = await self.source.next(version, self.learner, pool, step=self.step)
         result = await self.learner.step(batch.corrected, batch.correction, step=self.step)
-        await self.queue.advance.remote(self.learner.version, batch.group_ids)
+        self.book.settle(self.learner.version, self.learner.version, batch.group_ids, now=0.0)
         assert await service.observe.remote(self.step, version, result) is not None
         self.step += 1
         return batch, result
@@ -134,19 +130,20 @@ def test_wide_fields_go_to_the_ranks_and_are_gone_when_trained(cluster: Cluster,
         try:
             run = Run(cluster, group, config)
             for _ in range(3):
-                await run.sample(await run.admitted(), run.workers)
+                await run.sample(run.admitted(), run.workers)
                 batch, result = await run.train()
                 assert batch.group_ids == [4 * run.step - 4 + i for i in range(GROUPS)]
                 assert result.optimizer_steps == 1 and result.routing_agreement < 0.5, "the experts that they brought"
             del batch, result
             await until(lambda: sum(map(objects_on, run.nodes)) <= GROUPS, "those of the last batch alone, which may be asked for again")
 
-            await run.sample(await run.admitted(), run.workers)  # two groups on each node
+            await run.sample(run.admitted(), run.workers)  # two groups on each node
             before = stored_bytes(cluster.head_node)
             gone = run.nodes.pop()
             cluster.remove_node(gone)
             training = asyncio.create_task(run.train())
-            lost: list[Ticket] = await run.queue.take_lost.remote(60.0)
+            await run.source.changes.until(lambda: run.book.has_lost, within_s=60.0)
+            lost = run.book.take_lost()
             assert [ticket.group_id for ticket in lost] == [13, 15] and not training.done()
             await run.sample(lost, run.workers[:1])
             batch, result = await training

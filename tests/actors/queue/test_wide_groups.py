@@ -18,9 +18,9 @@ import pytest
 import ray
 
 from actors.carriers import StoredGroup, Ticket
+from actors.groups.book import GroupBook
 from actors.pool.rollout_worker import RolloutWorker
 from actors.queue import payloads
-from actors.queue.trajectory_queue import TrajectoryQueue
 from correction.batch import PackedBatch
 from correction.errors import DataError, LateError
 from learner.config import LearnerConfig
@@ -63,7 +63,7 @@ def routed_group(ticket: Ticket) -> Group:
 
 
 def tickets(count: int) -> list[Ticket]:
-    return TrajectoryQueue(groups_per_step=count, max_staleness=0).admit(prompts(0, count))
+    return GroupBook(groups_per_step=count, max_staleness=0).admit(prompts(0, count), now=0.0)
 
 
 def packed(groups: list[Group], **options: Any) -> PackedBatch:
@@ -134,7 +134,7 @@ def test_taking_groups_apart_leaves_the_event_loop_alone(monkeypatch: pytest.Mon
         admitted = await scene.admit(0, GROUPS)
         assert (await wide_worker().generate_group(admitted[1]))[1:] == (wide_group(admitted[1]), None)
         waiting = asyncio.create_task(scene.next_batch(0))
-        await scene.queue.put([StoredGroup(one.facts, one) for one in map(wide_group, admitted)])
+        scene.books.put(*[StoredGroup(one.facts, one) for one in map(wide_group, admitted)])
         batch = (await waiting).corrected.batch
         assert differences(packed([wide_group(t) for t in admitted]), batch.with_wide_fields()) in ([], ["advantages"])
         scene.stop()
@@ -185,7 +185,7 @@ def test_a_large_group_of_a_worker_reaches_the_queue_in_two_objects_and_a_small_
         worker_with_wide_fields = wide_worker()
         feeding = await pool.begin()
         await pool.until_finished(2)
-        first, second = await pool.queue.draw(0, 2, 5.0)
+        first, second = await pool.books.draw(0, 2, 5.0)
         assert (first.wide, first.facts.wide_bytes) == (None, 0) and await second.wide is not None and second.facts.wide_bytes > 0
         assert first.source == second.source and first.source.startswith("rollout worker "), "whom notices and errors name"
         assert (await payloads.whole([first, second], deadline_s=5.0))[0] == [group(admitted(0)), wide_group(admitted(1))]
@@ -230,16 +230,17 @@ def test_a_group_whose_wide_fields_are_lost_is_sampled_again_before_the_step(mon
 
             async def put(ticket: Ticket, reference: str) -> None:
                 light, held[reference] = split_wide_fields(wide_group(ticket))  # noqa: B023
-                await scene.queue.put([StoredGroup(light.facts, light, reference)])  # noqa: B023
+                scene.books.put(*[StoredGroup(light.facts, light, reference)])  # noqa: B023
 
             for ticket in admitted:
                 await put(ticket, f"group {ticket.group_id}")
-            again = await scene.queue.take_lost(5.0)
+            await scene.books.changes.until(lambda: scene.books.book.has_lost, within_s=5.0)  # noqa: B023
+            again = scene.books.book.take_lost()
             assert again == [admitted[2]] and not waiting.done()
             await put(again[0], "group 2 again")
             prepared = await waiting
             batch = prepared.corrected.batch
-            assert prepared.group_ids == [0, 1, 2, 3] and scene.queue._queue.counts()["drawn"] == GROUPS
+            assert prepared.group_ids == [0, 1, 2, 3] and scene.books.book.counts()["drawn"] == GROUPS
             assert {place.references[0] for place in batch.wide} == {"group 0", "group 1", "group 2 again", "group 3"}
             assert differences(packed([wide_group(t) for t in admitted]), batch.holding(held).with_wide_fields()) in ([], ["advantages"])
             assert [one.corrected.batch.wide for one in scene.service._undiagnosed.values()] == [None], "diagnostics need none of it"

@@ -26,7 +26,7 @@ from actors.state.ledger import Ledger
 from correction.early_warning.monitor import State
 from correction.errors import DeadlineExceeded
 from rollout.config import AnswerSampling
-from tests.actors.cases import prompts
+from tests.actors.cases import contents, prompts
 from tests.actors.driver.test_evaluation import Answers
 from tests.actors.record.observer_cases import diagnosed, observe, write
 
@@ -248,10 +248,12 @@ def test_the_ledgers_lines_are_handed_over_and_are_there_at_a_flush(tmp_path: Pa
     path, jobs = tmp_path / "ledger.jsonl", []
     ledger = Ledger(path, hand_over=jobs.append)
     for step in (1, 2):
-        ledger.settle(step, trained=[f"train/0/{step}"])
+        ledger.hand_out([f"train/0/{step}"])
+        ledger.settle(step, trained=[f"train/0/{step}"], discarded=[], contents=contents(step, step))
     assert not path.exists()
     assert ledger.flush().lines == 2 == len(path.read_text().splitlines())
-    ledger.settle(3, trained=["train/0/3"])
+    ledger.hand_out(["train/0/3"])
+    ledger.settle(3, trained=["train/0/3"], discarded=[], contents=contents(3, 3))
     for job in jobs:
         job()
     assert len(path.read_text().splitlines()) == 3 and ledger.flush().bytes == path.stat().st_size

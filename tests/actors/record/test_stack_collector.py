@@ -149,7 +149,7 @@ def test_a_head_that_hangs_leaves_the_drivers_own_stacks(tmp_path: Path, monkeyp
 
     async def scenario() -> None:
         collector = StackCollector(folder, folder.event)
-        collector.half_over(LongWait("a batch <- trajectory queue"))
+        collector.half_over(LongWait("a batch <- rollout workers"))
         assert collector._collecting is not None
         try:
             async with asyncio.timeout(60.0):
@@ -159,6 +159,6 @@ def test_a_head_that_hangs_leaves_the_drivers_own_stacks(tmp_path: Path, monkeyp
 
     asyncio.run(scenario())
     text = (folder.path / "stacks/01.txt").read_text()
-    assert text.startswith("half of the time for a batch <- trajectory queue is over\n") and f"(process {os.getpid()})\n" in text
+    assert text.startswith("half of the time for a batch <- rollout workers is over\n") and f"(process {os.getpid()})\n" in text
     assert "=== other processes: list of nodes <- head of the Ray cluster: not done in 0 s" in text
     folder.close()

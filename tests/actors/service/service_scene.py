@@ -1,4 +1,4 @@
-"""The correction service, the driver's side of it, a queue, and a learner whose logprobs are a code of the token ids."""
+"""The correction service, the driver's side of it with its book, and a learner whose logprobs are a code of the token ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from actors.config import DeadlinesConfig, EarlyWarningConfig, RunConfig
 from actors.driver.batch_source import BatchSource
 from actors.driver.parts import StartingPoint
 from actors.queue.payloads import GONE
-from actors.queue.queue_actor import TrajectoryQueueActor
 from actors.service.correction_service import CorrectionService
 from correction.batch import FinalDecision, PackedBatch
 from correction.config import CorrectionConfig
@@ -30,7 +28,7 @@ from learner.config import LearnerConfig
 from learner.results import SplitLogprobs, StepResult, StepValues
 from rollout.config import RolloutConfig
 from rollout.trajectory import Group
-from tests.actors.cases import FakeActor, group, prompts, stored, trajectory
+from tests.actors.cases import FakeActor, OpenBook, group, prompts, stored, trajectory
 
 GROUPS = 4
 ROLLOUT = RolloutConfig.model_validate(
@@ -118,7 +116,6 @@ class ServiceScene:
         monitor_state: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> None:
-        self.queue = TrajectoryQueueActor(groups_per_step=GROUPS, max_staleness=max_staleness)
         self.learner = Learner()
         settings: dict[str, Any] = {
             "model": "none",
@@ -135,12 +132,13 @@ class ServiceScene:
         self.config = RunConfig.model_validate(settings | changes)
         self.service, self.told = CorrectionService(self.config, monitor_state), list[str]()
         observer: Any = SimpleNamespace(event=lambda _, text: self.told.append(text), waiting=lambda notice: None)
-        with mock.patch("actors.driver.batch_source.make_queue", lambda _: FakeActor(self.queue)):
-            self.source = BatchSource(self.config, StartingPoint(Path("none")), None, observer)  # type: ignore[arg-type]
+        self.source = BatchSource(self.config, StartingPoint(Path("none")), None, observer)  # type: ignore[arg-type]
         self.source.service = FakeActor(self.service)
+        self.books = OpenBook(groups_per_step=GROUPS, max_staleness=max_staleness)
+        self.books.book, self.books.changes = self.source.book, self.source.changes
 
     async def admit(self, start: int, stop: int) -> list[Ticket]:
-        return await self.queue.admit(prompts(start, stop))
+        return self.books.admit(prompts(start, stop))
 
     async def next_batch(self, version: int) -> PreparedBatch:
         """As the controller asks."""
@@ -156,7 +154,7 @@ class ServiceScene:
         waiting = asyncio.create_task(self.next_batch(version))
         await self.put(*[answered(ticket) for ticket in tickets])
         prepared = await waiting
-        await self.queue.advance(version + 1, [g.group_id for g in prepared.groups])
+        self.books.advance(version + 1, [g.group_id for g in prepared.groups])
         return prepared
 
     async def observe(
@@ -181,7 +179,7 @@ class ServiceScene:
 
     async def put(self, *groups: Group, apart_s: float = 0.01) -> None:
         for finished in groups:
-            await self.queue.put(stored(finished, dynamic_sampling=self.config.dynamic_sampling))
+            self.books.put(*stored(finished))
             await asyncio.sleep(apart_s)
 
 

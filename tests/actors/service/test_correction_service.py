@@ -20,8 +20,6 @@ import torch
 
 from actors.carriers import Ticket
 from actors.config import DeadlinesConfig, EarlyWarningConfig, MetricsConfig
-from actors.driver import drawing
-from actors.processes import supervision
 from actors.service import correction_service, gap_split
 from correction.batch import PackedBatch
 from correction.config import CorrectionConfig
@@ -71,10 +69,10 @@ def test_forwards_wait_for_the_learner_to_reach_their_version() -> None:
         assert {version for version, _ in scene.learner.asked} == {0}
 
         await asyncio.sleep(0.05)
-        counts = scene.queue._queue.counts()
+        counts = scene.books.book.counts()
         assert counts["drawn"] == 2 * GROUPS, "the next batch is drawn while this one trains"
         assert {version for version, _ in scene.learner.asked} == {0}, "but version 1 isn't there yet"
-        await scene.queue.advance(1, [g.group_id for g in first.groups])
+        scene.books.advance(1, [g.group_id for g in first.groups])
         second = await scene.next_batch(1)
         assert {version for version, _ in scene.learner.asked} == {0, 1}
         assert second.version == 1 and [g.group_id for g in second.groups] == [4, 5, 6, 7]
@@ -105,8 +103,7 @@ def test_which_groups_fill_a_synchronous_batch_does_not_depend_on_arrival(seed: 
     async def sample(scene: ServiceScene) -> None:
         under_way: list[Ticket] = []
         while True:
-            places = await scene.queue.wait_for_places(0.0)
-            admitted = scene.queue._queue.admitted
+            places, admitted = scene.books.book.free_places, scene.books.book.admitted
             under_way += await scene.admit(admitted, admitted + places)
             if under_way:
                 ticket = under_way.pop(order.randrange(len(under_way)))
@@ -120,7 +117,7 @@ def test_which_groups_fill_a_synchronous_batch_does_not_depend_on_arrival(seed: 
         for version in range(3):
             prepared = await scene.next_batch(version)
             batches.append([g.group_id for g in prepared.groups])
-            await scene.queue.advance(version + 1, batches[-1])
+            scene.books.advance(version + 1, batches[-1])
         sampling.cancel()
         scene.stop()
         assert batches == [[0, 3, 7, 8], [10, 11, 12, 14], [15, 16, 17, 18]]
@@ -135,16 +132,16 @@ def test_groups_that_teach_nothing_are_replaced(rewards: tuple[float | None, ...
     async def scenario() -> None:
         scene = ServiceScene(steps=1, max_staleness=0, dynamic_sampling=True)
         tickets = await scene.admit(0, GROUPS)
-        scene.source._drawing._losses[0] = 2
         waiting = asyncio.create_task(scene.next_batch(0))
         await scene.put(answered(tickets[0], rewards=rewards), *[answered(ticket) for ticket in tickets[1:]])
-        assert await scene.queue.wait_for_places(1.0) == 1 and not scene.source._drawing._losses
+        await scene.books.changes.until(lambda: scene.books.book.free_places > 0, within_s=1.0)
+        assert scene.books.book.free_places == 1
         (refill,) = await scene.admit(GROUPS, GROUPS + 1)
         assert not waiting.done()
         await scene.put(answered(refill))
         prepared = await waiting
         assert [g.group_id for g in prepared.groups] == [1, 2, 3, 4]
-        (gone,) = (await scene.queue.advance(1, [1, 2, 3, 4])).discarded
+        (gone,) = scene.books.advance(1, [1, 2, 3, 4])
         assert gone.prompt_id == "train/0/0" and reason in gone.reason
         scene.stop()
 
@@ -204,61 +201,6 @@ def test_a_batch_that_is_not_whole_names_what_is_missing() -> None:
     play(scenario)
 
 
-def test_a_queue_that_does_not_answer_is_asked_again_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the draw nor the question what the batch lacks gets an answer: the batch's deadline still comes, and says who is silent."""
-    asked, told = list[int](), list[str]()
-
-    async def silent(*_: Any, number: int = 0, **__: Any) -> Any:
-        asked.append(number)
-        await asyncio.sleep(60.0)
-
-    async def scenario() -> None:
-        monkeypatch.setattr(drawing, "_POLL_S", 0.1)
-        monkeypatch.setattr(drawing, "ANSWER_S", 0.4)
-        monkeypatch.setattr(supervision, "_DETAIL_S", 0.2)
-        scene = ServiceScene(deadlines=DeadlinesConfig(batch_s=2.0))
-        monkeypatch.setattr(scene.queue, "draw", silent)
-        monkeypatch.setattr(scene.queue, "waiting_for", silent)
-        with pytest.raises(DeadlineExceeded, match=r"^batch of version 0 <- trajectory queue: not done in 2 s"):
-            await scene.next_batch(0)
-        told.extend(scene.told)
-        scene.stop()
-
-    play(scenario)
-    assert len(asked) > 2 and {number for number in asked if number} == {1}, "one call, made again"
-    assert all(text.startswith("groups of version 0 <- trajectory queue: late, no answer in") for text in told) and told
-
-
-@pytest.mark.parametrize("method", ["draw", "discard"])
-def test_a_queue_that_is_late_costs_nothing_but_time(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """The answer comes after its caller's patience has ended, once more than that: the call is made again and has run once."""
-
-    async def scenario() -> None:
-        monkeypatch.setattr(drawing, "_POLL_S", 0.1)
-        monkeypatch.setattr(drawing, "ANSWER_S", 0.1)
-        scene = ServiceScene(steps=1, dynamic_sampling=True)
-        real, held = getattr(scene.queue, method), list[int]()
-
-        async def late(*arguments: Any, **named: Any) -> Any:
-            held.append(named["number"])
-            await asyncio.sleep(0.5 if len(held) < 3 else 0.0)
-            return await real(*arguments, **named)
-
-        monkeypatch.setattr(scene.queue, method, late)
-        tickets = await scene.admit(0, GROUPS + 1)
-        waiting = asyncio.create_task(scene.next_batch(0))
-        await scene.put(answered(tickets[0], rewards=(1.0, 1.0)), *[answered(ticket) for ticket in tickets[1:]])
-        prepared = await waiting
-        assert [g.group_id for g in prepared.groups] == [1, 2, 3, 4] and held[0] == held[1]
-        settled = await scene.queue.advance(1, [1, 2, 3, 4])
-        discarded, counts = settled.discarded, settled.counts
-        assert len(discarded) == 1 and (counts["admitted"], counts["trained"], counts["discarded"]) == (GROUPS + 1, GROUPS, 1)
-        assert counts["in_flight"] + counts["finished"] + counts["drawn"] == 0
-        scene.stop()
-
-    play(scenario)
-
-
 @pytest.mark.parametrize("settings", [{"preset": "bypass"}, {"proximal": "recompute", "objective": {"kind": "score", "ratio": "q"}}])
 def test_without_a_proximal_policy_there_may_be_several_optimizer_steps(settings: dict[str, Any]) -> None:
     """No forward, and nothing left to the first of the steps: the learner refuses a deferred batch that has more than one."""
@@ -301,17 +243,17 @@ def test_groups_whose_tokens_are_lost_are_sampled_again() -> None:
         tickets = await scene.admit(0, GROUPS)
         waiting = asyncio.create_task(scene.next_batch(0))
         finished = [answered(ticket) for ticket in tickets]
-        await scene.queue.put(stored(*finished, lost=(1, 3)))
-        again = await scene.queue.take_lost(5.0)
+        scene.books.put(*stored(*finished, lost=(1, 3)))
+        await scene.books.changes.until(lambda: scene.books.book.has_lost, within_s=5.0)
+        again = scene.books.book.take_lost()
         assert [ticket.group_id for ticket in again] == [1, 3] and not waiting.done()
-        counts = scene.queue._queue.counts()
+        counts = scene.books.book.counts()
         assert (counts["admitted"], counts["in_flight"], counts["drawn"], counts["discarded"]) == (GROUPS, 2, 2, 0)
         await scene.put(*[answered(ticket) for ticket in again])
         prepared = await waiting
         assert [g.group_id for g in prepared.groups] == [0, 1, 2, 3]
         trained = prepared.corrected.batch.token_ids[prepared.corrected.batch.loss_mask].tolist()
         assert trained == [token for one in finished for t in one.trajectories for token in t.response_ids]
-        assert not scene.source._drawing._losses, "they don't come again"
         scene.stop()
 
     play(scenario)
@@ -341,7 +283,7 @@ def test_packing_and_correcting_leave_the_event_loop_alone(monkeypatch: pytest.M
                 waiting = asyncio.create_task(scene.next_batch(version))
                 await scene.put(*map(answered, tickets[version * GROUPS : (version + 1) * GROUPS]))
                 batch = await waiting
-                await scene.queue.advance(version + 1, [one.group_id for one in batch.groups])
+                scene.books.advance(version + 1, [one.group_id for one in batch.groups])
             scene.stop()
         assert threads.keys() == {name for _, name in places} and loop_thread not in set().union(*threads.values())
 

@@ -250,7 +250,7 @@ def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
             prepared = await waiting
             kept.append(set(getattr(scene.learner, "kept", set())))
             assert bool(scene.service._undiagnosed[version].split) == (version == 3)
-            await scene.queue.advance(version + 1, [g.group_id for g in prepared.groups])
+            scene.books.advance(version + 1, [g.group_id for g in prepared.groups])
         assert kept == [set(), {1}, {1, 2}, set()]
         observation = await scene.observe(prepared)
         numbers = observation.diagnostics

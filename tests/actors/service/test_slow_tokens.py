@@ -32,9 +32,9 @@ def test_the_run_hears_whose_tokens_the_service_waits_for() -> None:
         sources = [f"rollout worker {number} on node ab12" for number in range(GROUPS)]
         never = asyncio.get_running_loop().create_future()
         pairs = zip(tickets, sources, strict=True)
-        await scene.queue.put([StoredGroup(answered(ticket).facts, never, source=source) for ticket, source in pairs])
+        scene.books.put(*[StoredGroup(answered(ticket).facts, never, source=source) for ticket, source in pairs])
         await asyncio.sleep(59.0)
-        assert scene.queue._queue.counts()["drawn"] == GROUPS
+        assert scene.books.book.counts()["drawn"] == GROUPS
         asking.cancel()
         watching.cancel()
         scene.stop()

@@ -1,5 +1,5 @@
-"""The books balance at every step, discarded prompts reason by reason: what is lost, doubled or used before is named; a resume cuts the
-file where the checkpoint was."""
+"""The book is checked at every step and checkpoint against what was handed out and written, discarded prompts reason by reason: what is
+lost, doubled, revived or used before is named; a resume cuts the file where the checkpoint was."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.carriers import DiscardedGroup, DiscardReason, discarded_as
-from actors.queue.outstanding import Outstanding
-from actors.queue.trajectory_queue import TrajectoryQueue
+from actors.carriers import DiscardedGroup, DiscardReason, Ticket
+from actors.groups.book import GroupBook
 from actors.state import ledger as ledger_module
-from actors.state.ledger import Ledger, LedgerMark, outstanding_ids
-from actors.state.queue_snapshot import QueueSnapshot
+from actors.state.ledger import Ledger, LedgerMark, imbalance_of
+from actors.state.queue_snapshot import BookContents, QueueSnapshot
 from correction.errors import LedgerError
-from tests.actors.cases import at_hand, group, prompts, snapshot_of
+from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
 
 
 def lines_of(path: Path) -> list[tuple[int, str, str]]:
@@ -41,13 +40,13 @@ def given_up(*positions: int, reason: DiscardReason = FAILED) -> list[DiscardedG
     return [DiscardedGroup(name, reason) for name in names(*positions)]
 
 
-def books(admitted: int, trained: int, discarded: int, outstanding: int, *, failed: int = 0) -> dict[str, int]:
-    """As a queue counts; of what is outstanding one is in each state, the rest is being sampled. Args: failed: of the discarded."""
-    return {
-        "admitted": admitted, "trained": trained, "discarded": discarded,
-        "in_flight": max(0, outstanding - 2), "finished": min(outstanding, 1), "drawn": min(max(outstanding - 1, 0), 1),
-        discarded_as(ALIKE): discarded - failed, discarded_as(FAILED): failed,
-    }
+def books(
+    admitted: int, trained: int, held: list[int], *, alike: int = 0, failed: int = 0, unreported: list[DiscardedGroup] | None = None
+) -> BookContents:
+    """As a book has it. Args: held: positions of prompts under way. alike, failed: discarded."""
+    reasons = {reason: groups for reason, groups in ((ALIKE, alike), (FAILED, failed)) if groups}
+    tickets = tuple(Ticket(position, prompt(position), 0) for position in held)
+    return BookContents(3, admitted, trained, tickets, (), reasons, tuple(unreported or ()))
 
 
 def lines_counted(ledger: Ledger) -> int:
@@ -64,8 +63,10 @@ def path(tmp_path: Path) -> Path:
 def ledger(path: Path) -> Ledger:
     """After two steps: 0, 1 and 2 were trained, 3 was discarded; 4 to 6 are under way."""
     ledger = Ledger(path)
-    ledger.settle(1, trained=names(0, 1), outstanding=names(2, 3, 4), counts=books(5, 2, 0, 3))
-    ledger.settle(2, trained=names(2), discarded=given_up(3, reason=ALIKE), outstanding=names(4, 5, 6), counts=books(7, 3, 1, 3))
+    ledger.hand_out(names(0, 1, 2, 3, 4))
+    ledger.settle(1, trained=names(0, 1), discarded=[], contents=books(5, 2, [2, 3, 4]))
+    ledger.hand_out(names(5, 6))
+    ledger.settle(2, trained=names(2), discarded=given_up(3, reason=ALIKE), contents=books(7, 3, [4, 5, 6], alike=1))
     return ledger
 
 
@@ -75,52 +76,47 @@ def test_what_is_written(ledger: Ledger, path: Path) -> None:
     assert lines_counted(ledger) == 4
 
 
+OURS = ", and the prompts handed out and lines written are"
+
+
 @pytest.mark.parametrize(
-    ("trained", "discarded", "outstanding", "counts", "said"),
+    ("trained", "discarded", "contents", "said"),
     [
-        ([4], [], [6], books(7, 4, 1, 1), "train/0/5 lost: neither trained nor discarded, and no longer under way"),
-        ([4], [4], [5, 6], books(7, 4, 2, 2), "train/0/4 twice in the queue's books"),
-        ([4, 4], [], [5, 6], books(7, 5, 1, 2), "train/0/4 twice in the queue's books"),
-        ([4], [], [4, 5, 6], books(7, 4, 1, 3), "train/0/4 twice in the queue's books"),
-        ([4, 2], [], [5, 6], books(8, 5, 1, 2), r"train/0/2 used before \(train/0/6 came later\)"),
-        ([4], [], [0, 5, 6], books(8, 4, 1, 3), r"train/0/0 used before \(train/0/6 came later\)"),
+        ([4], [], books(7, 4, [6], alike=1), "train/0/5 lost: neither trained nor discarded, and no longer under way"),
+        ([4], [4], books(7, 4, [5, 6], alike=1, failed=1), "train/0/4 left twice, or never handed out"),
+        ([4, 4], [], books(7, 5, [5, 6], alike=1), "train/0/4 left twice, or never handed out"),
+        ([4, 2], [], books(7, 5, [5, 6], alike=1), "train/0/2 left twice, or never handed out"),
+        ([4], [], books(7, 4, [5, 5, 6], alike=1), "train/0/5 twice in the book"),
+        ([4], [], books(7, 4, [4, 5, 6], alike=1), "train/0/4 under way, but they have left, or were never handed out"),
+        ([4], [], books(7, 4, [0, 5, 6], alike=1), "train/0/0 under way, but they have left, or were never handed out"),
+        ([4], [], books(8, 4, [5, 6, 7], alike=1), "train/0/7 under way, but they have left, or were never handed out"),
+        ([4], [], books(9, 4, [5, 6], alike=1), f"the book counts .'admitted': 9, .*{OURS} .'admitted': 7, "),
+        ([4], [], books(7, 5, [5, 6], alike=1), f"the book counts .*'trained': 5, .*{OURS} .*'trained': 4, "),
+        ([4], [5], books(7, 4, [6], alike=1), f"the book counts .*'rewards all alike': 1.{OURS} .*'no usable answer': 1"),
+        ([4], [5], books(7, 4, [6], alike=2), f"the book counts .*'rewards all alike': 2.{OURS} .*'no usable answer': 1"),
+        ([4], [], books(7, 4, [5, 6], failed=1), f"the book counts .*'no usable answer': 1.{OURS} .*'rewards all alike': 1"),
         (
-            [4], [], [5, 6, 7], books(9, 4, 1, 3),
-            "9 groups admitted in the queue, 8 in the ledger; of this step: train/0/4; discarded: none; under way",
+            [4], [], books(7, 4, [5, 6], alike=2, unreported=given_up(5, reason=ALIKE)),
+            "train/0/5 twice in the book",
         ),
-        ([4], [], [5, 6], books(7, 5, 1, 2), "5 groups trained in the queue, 4 in the ledger; of this step: train/0/4"),
-        (
-            [4], [5], [6], books(7, 4, 1, 1),
-            r"1 groups discarded in the queue, 2 in the ledger; of this step: train/0/4; discarded: train/0/5 \(no usable answer\); under",
-        ),
-        (
-            [4], [5], [6], books(7, 4, 2, 1),
-            r"2 groups discarded \(rewards all alike\) in the queue, 1 in the ledger; of this step: train/0/4; "
-            r"discarded: train/0/5 \(no usable answer\); under way: train/0/6",
-        ),
-        ([4], [], [5, 6], books(7, 4, 1, 2, failed=1), r"0 groups discarded \(rewards all alike\) in the queue, 1 in the ledger"),
-        (
-            [4], [], [5, 6], books(7, 4, 1, 2) | {discarded_as("unheard of"): 1},
-            r"1 groups discarded \(unheard of\) in the queue, 0 in the ledger; of this step: train/0/4; discarded: none",
-        ),
-        ([4], [], [5, 6], books(7, 4, 1, 1), "1 groups outstanding in the queue, 2 in the ledger"),
     ],
 )
 def test_an_imbalance_names_the_prompts_and_writes_nothing(
-    ledger: Ledger, path: Path, trained: list[int], discarded: list[int], outstanding: list[int], counts: dict[str, int], said: str
+    ledger: Ledger, path: Path, trained: list[int], discarded: list[int], contents: BookContents, said: str
 ) -> None:
     before = path.read_text()
     with pytest.raises(LedgerError, match=rf"step 3: out of balance: {said}"):
-        ledger.settle(3, trained=names(*trained), discarded=given_up(*discarded), outstanding=names(*outstanding), counts=counts)
+        ledger.settle(3, trained=names(*trained), discarded=given_up(*discarded), contents=contents)
     assert path.read_text() == before and lines_counted(ledger) == 4
-    ledger.settle(3, trained=names(4), outstanding=names(5, 6), counts=books(7, 4, 1, 2))  # the right books are still taken
+    ledger.settle(3, trained=names(4), discarded=[], contents=books(7, 4, [5, 6], alike=1))  # the right book is still taken
 
 
-def test_an_earlier_prompt_of_a_later_epoch_is_a_new_one(ledger: Ledger) -> None:
-    """train/1/0 comes after train/0/6; train/0/5 of the first epoch would not."""
-    ledger.settle(3, trained=names(4, 5, 6), outstanding=["train/1/0"], counts=books(8, 6, 1, 1))
-    with pytest.raises(LedgerError, match=r"train/0/9 used before \(train/1/0 came later\)"):
-        ledger.settle(4, trained=["train/1/0"], outstanding=names(9))
+def test_a_prompt_is_handed_out_once(ledger: Ledger) -> None:
+    """train/1/0 comes after train/0/6; train/0/5 of the first epoch, which is under way, and train/0/0, which has left, would not."""
+    ledger.hand_out(["train/1/0"])
+    for again in ("train/0/5", "train/0/0", "train/0/9", "train/1/0"):
+        with pytest.raises(LedgerError, match=rf"{again} used before \(train/1/0 came later\)"):
+            ledger.hand_out([again])
 
 
 def test_what_a_full_disk_does_not_take_comes_with_the_next_step(ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,11 +145,11 @@ def test_what_a_full_disk_does_not_take_comes_with_the_next_step(ledger: Ledger,
     before = path.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda self, *a, **k: Full(plain(self, *a, **k)) if a[:1] == ("ab",) else plain(self, *a, **k))
-        ledger.settle(3, trained=names(4), outstanding=names(5, 6))
+        ledger.settle(3, trained=names(4), discarded=[], contents=books(7, 4, [5, 6], alike=1))
         assert path.read_bytes() == before
         with pytest.raises(OSError, match="No space left"):
             ledger.flush()
-    ledger.settle(4, trained=names(5), outstanding=names(6))
+    ledger.settle(4, trained=names(5), discarded=[], contents=books(7, 5, [6], alike=1))
     assert [entry[:2] for entry in lines_of(path)][4:] == [(3, "train/0/4"), (4, "train/0/5")]
     assert ledger.flush().bytes == path.stat().st_size and ledger.flush().lines == 6
 
@@ -168,77 +164,91 @@ def test_lines_of_somebody_else_are_found(ledger: Ledger, path: Path) -> None:
 
 def test_reasons_are_counted_over_steps(ledger: Ledger) -> None:
     """A step with the right totals and the right reasons is taken, one whose reasons were swapped with those of an earlier step is not."""
-    ledger.settle(3, trained=names(4), discarded=given_up(5), outstanding=names(6), counts=books(7, 4, 2, 1, failed=1))
-    with pytest.raises(LedgerError, match=r"3 groups discarded \(rewards all alike\) in the queue, 2 in the ledger; .* train/0/6 \("):
-        ledger.settle(4, trained=(), discarded=given_up(6, reason=ALIKE), counts=books(7, 4, 3, 0))
-    ledger.settle(4, trained=(), discarded=given_up(6, reason=ALIKE), counts=books(7, 4, 3, 0, failed=1))
+    ledger.settle(3, trained=names(4), discarded=given_up(5), contents=books(7, 4, [6], alike=1, failed=1))
+    with pytest.raises(LedgerError, match="'rewards all alike': 3"):
+        ledger.settle(4, trained=[], discarded=given_up(6, reason=ALIKE), contents=books(7, 4, [], alike=3))
+    ledger.settle(4, trained=[], discarded=given_up(6, reason=ALIKE), contents=books(7, 4, [], alike=2, failed=1))
 
 
-def queue_of(ledger: Ledger) -> QueueSnapshot:
-    """At the fixture's second step."""
-    queue = TrajectoryQueue(groups_per_step=4, max_staleness=3)
-    queue.admit(prompts(0, 7))
-    for i in range(3):
-        queue._release(queue._entries[i])
-    queue.trained = 3
-    queue.discard([3], ALIKE)
-    queue.take_discarded()
-    snapshot = snapshot_of(queue)
-    assert outstanding_ids(snapshot) == names(4, 5, 6)
-    return snapshot
+SAVED = books(7, 3, [4, 5, 6], alike=1)
+"""At the fixture's second step."""
 
 
-def test_a_snapshot_without_a_prompt_is_no_checkpoint(ledger: Ledger) -> None:
-    queue = queue_of(ledger)
-    assert ledger.flush(queue) == ledger.flush()
-    with pytest.raises(LedgerError, match="train/0/6 lost"):
-        ledger.flush(replace(queue, in_flight=queue.in_flight[:2], admitted=6))
-    with pytest.raises(LedgerError, match=r"4 lines, but 5 prompts were trained or discarded"):
-        ledger.flush(replace(queue, trained=4, admitted=8))
-    with pytest.raises(LedgerError, match=r"1 groups discarded, but by reason \{'a': 2\}"):
-        ledger.flush(replace(queue, discarded_by_reason={"a": 2}))
+def as_saved(contents: BookContents) -> QueueSnapshot:
+    return QueueSnapshot.of(contents, ())
 
 
-def test_a_snapshot_with_other_reasons_is_no_checkpoint(ledger: Ledger) -> None:
-    """Those of which the ledger hasn't heard yet are named."""
-    queue = queue_of(ledger)
-    new = replace(queue, discarded=2, in_flight=queue.in_flight[1:], unreported=tuple(given_up(4)))
-    ledger.flush(replace(new, discarded_by_reason={ALIKE: 1, FAILED: 1}))
-    with pytest.raises(LedgerError, match=r"by reason are \{'odd': 1\} groups in the queue, \{'rewards all alike': 1\} in the ledger, .*4"):
-        ledger.flush(replace(new, discarded_by_reason={"odd": 1, FAILED: 1}))
-    with pytest.raises(LedgerError, match=r"discarded, \{'no usable answer': 1\} fewer than those without a line .*: train/0/4 \(no"):
-        ledger.flush(replace(new, discarded_by_reason={ALIKE: 2}))
-    with pytest.raises(LedgerError, match=r"2 groups discarded, but by reason .*: train/0/4 \(no usable answer\)"):
-        ledger.flush(replace(new, discarded_by_reason={ALIKE: 2, FAILED: 1}))
+def saved(ledger: Ledger) -> tuple[QueueSnapshot, LedgerMark]:
+    """A checkpoint at the fixture's second step."""
+    ledger.compare(SAVED)
+    return as_saved(SAVED), ledger.flush()
+
+
+def test_contents_without_a_prompt_are_no_checkpoint(ledger: Ledger) -> None:
+    ledger.compare(SAVED)
+    with pytest.raises(LedgerError, match="checkpoint of version 3: out of balance: train/0/6 lost"):
+        ledger.compare(replace(SAVED, tickets=SAVED.tickets[:2], admitted=6))
+    with pytest.raises(LedgerError, match="'trained': 4"):
+        ledger.compare(replace(SAVED, trained=4))
+
+
+def test_contents_with_other_reasons_are_no_checkpoint(ledger: Ledger) -> None:
+    """Those that have no line yet are not among the ledger's."""
+    new = replace(SAVED, tickets=SAVED.tickets[1:], unreported=tuple(given_up(4)))
+    ledger.compare(replace(new, discarded_by_reason={ALIKE: 1, FAILED: 1}))
+    with pytest.raises(LedgerError, match=f"'lost with several engines': 1.{OURS} .*'rewards all alike': 1"):
+        ledger.compare(replace(new, discarded_by_reason={DiscardReason.LOST: 1, FAILED: 1}))
+    with pytest.raises(LedgerError, match=f"'rewards all alike': 2.{OURS}"):
+        ledger.compare(replace(new, discarded_by_reason={ALIKE: 2, FAILED: 1}))
+
+
+def test_a_checkpoint_that_does_not_add_up_is_none(ledger: Ledger) -> None:
+    """As a resume reads it: by itself, and with the ledger's mark."""
+    whole, mark = saved(ledger)
+    assert imbalance_of(whole, mark) is None
+    for wrong, said in (
+        ({"trained": 4, "admitted": 8}, "4 lines, but 5 prompts were trained or discarded"),
+        ({"discarded_by_reason": {"a": 2}}, "1 groups discarded, but by reason {'a': 2}"),
+        ({"in_flight": whole.in_flight[:2]}, "7 groups admitted, but 3 trained, 1 discarded and 2 under way"),
+    ):
+        found = imbalance_of(replace(whole, **wrong), mark)  # type: ignore[arg-type]
+        assert said in str(found)
+
+
+def test_what_is_handed_out_after_a_checkpoint_comes_again(ledger: Ledger, path: Path) -> None:
+    """While its tokens are read, prompts are admitted that it doesn't have."""
+    ledger.compare(SAVED)
+    ledger.hand_out(names(7, 8))
+    again, _ = Ledger.resumed(path, as_saved(SAVED), ledger.flush())
+    again.hand_out(names(7))
+    again.settle(3, trained=names(4), discarded=[], contents=books(8, 4, [5, 6, 7], alike=1))
 
 
 def test_a_resume_goes_on_with_the_reasons_of_the_checkpoint(ledger: Ledger, path: Path) -> None:
-    """What the ledger hadn't heard of is not among them yet. The state is as before: it has them in the queue's part."""
-    queue = queue_of(ledger)
-    new = replace(queue, discarded=2, in_flight=queue.in_flight[1:], unreported=tuple(given_up(4)))
-    again, _ = Ledger.resumed(path, replace(new, discarded_by_reason={ALIKE: 1, FAILED: 1}), ledger.flush())
-    step = {"trained": names(5), "discarded": given_up(4), "outstanding": names(6)}
-    with pytest.raises(LedgerError, match=r"2 groups discarded \(rewards all alike\) in the queue, 1 in the ledger"):
-        again.settle(3, **step, counts=books(7, 4, 2, 1))
-    again.settle(3, **step, counts=books(7, 4, 2, 1, failed=1))
+    """What has no line yet is not among them. The state has it among the book's."""
+    new = replace(SAVED, tickets=SAVED.tickets[1:], unreported=tuple(given_up(4)), discarded_by_reason={ALIKE: 1, FAILED: 1})
+    again, _ = Ledger.resumed(path, as_saved(new), ledger.flush())
+    with pytest.raises(LedgerError, match="'rewards all alike': 2"):
+        again.settle(3, trained=names(5), discarded=given_up(4), contents=books(7, 4, [6], alike=2))
+    again.settle(3, trained=names(5), discarded=given_up(4), contents=books(7, 4, [6], alike=1, failed=1))
 
 
 def test_a_resume_takes_back_later_steps(ledger: Ledger, path: Path) -> None:
     """Whole lines and a torn one, as a kill leaves them."""
-    queue, mark = queue_of(ledger), ledger.flush()
+    queue, mark = saved(ledger)
     kept = path.read_bytes()
-    ledger.settle(3, trained=names(4, 5), outstanding=names(6))
+    ledger.settle(3, trained=names(4, 5), discarded=[], contents=books(7, 5, [6], alike=1))
     with path.open("a") as file:
         file.write('{"step": 4, "prom')
     again, warning = Ledger.resumed(path, queue, mark)
     assert warning is None and path.read_bytes() == kept and lines_counted(again) == 4
-    again.settle(3, trained=names(4), outstanding=names(5, 6), counts=books(7, 4, 1, 2))
+    again.settle(3, trained=names(4), discarded=[], contents=books(7, 4, [5, 6], alike=1))
     assert len(lines_of(path)) == 5 == again.flush().lines
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
 def test_a_damaged_file_is_set_aside_and_the_books_go_on(ledger: Ledger, path: Path, damage: str) -> None:
-    queue, mark = queue_of(ledger), ledger.flush()
+    queue, mark = saved(ledger)
     content = path.read_bytes()
     if damage == "gone":
         path.unlink()
@@ -249,10 +259,10 @@ def test_a_damaged_file_is_set_aside_and_the_books_go_on(ledger: Ledger, path: P
     again, warning = Ledger.resumed(path, queue, mark)
     assert warning is not None and "set aside as ledger.damaged" in warning and not path.exists()
     assert damage == "gone" or path.with_name("ledger.damaged-2.jsonl").read_bytes() != content != b"earlier"
-    again.settle(3, trained=names(4), outstanding=names(5, 6), counts=books(7, 4, 1, 2))
+    again.settle(3, trained=names(4), discarded=[], contents=books(7, 4, [5, 6], alike=1))
     assert again.flush() == replace(again.flush(), lines=1, aside=4) and lines_counted(again) == 5
     with pytest.raises(LedgerError, match=r"train/0/0 used before"):
-        again.settle(4, trained=names(5), outstanding=names(0, 6))
+        again.hand_out(names(0))
 
 
 def test_a_run_that_begins_has_no_lines(ledger: Ledger, path: Path) -> None:
@@ -267,15 +277,17 @@ def test_memory_and_a_resume_cost_what_is_under_way(path: Path, monkeypatch: pyt
     ledger, count = Ledger(path), 20 * per_step
     for step in range(20):
         first, next_first = step * per_step, (step + 1) * per_step
-        ledger.settle(step + 1, trained=names(*range(first, next_first)), outstanding=names(*range(next_first, next_first + 10)))
+        ledger.hand_out(names(*range(first + 10 if first else 0, next_first + 10)))
+        held = list(range(next_first, next_first + 10))
+        ledger.settle(step + 1, trained=names(*range(first, next_first)), discarded=[], contents=books(next_first + 10, next_first, held))
     mark = ledger.flush()
     assert ledger._open == set(names(*range(count, count + 10))) and mark.lines == count
     monkeypatch.setattr(ledger_module.json, "loads", lambda *_: pytest.fail("a line was parsed"))
-    queue = TrajectoryQueue(groups_per_step=10, max_staleness=0)
-    queue.admitted = queue.trained = count
-    queue.admit(prompts(count, count + 10))
+    book = GroupBook(groups_per_step=10, max_staleness=0)
+    book.admitted = book.trained = count
+    book.admit(prompts(count, count + 10), now=0.0)
     tracemalloc.start()
-    again, warning = Ledger.resumed(path, snapshot_of(queue), mark)
+    again, warning = Ledger.resumed(path, snapshot_of(book), mark)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert warning is None and lines_counted(again) == count and again._open == ledger._open
@@ -283,15 +295,18 @@ def test_memory_and_a_resume_cost_what_is_under_way(path: Path, monkeypatch: pyt
 
 
 class Books(RuleBasedStateMachine):
-    """Any order of admissions, answers, draws, refusals, steps, checkpoints, kills and resumes of the real queue."""
+    """Any order of admissions, answers, draws, refusals, steps, checkpoints, kills and resumes of the real book."""
 
     @initialize()
     def begin(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "ledger.jsonl"
-        self.queue, self.ledger = TrajectoryQueue(groups_per_step=2, max_staleness=2), Ledger(self.path)
+        self.book, self.ledger = self.opened(None), Ledger(self.path)
         self.step = 0
         self.saved: tuple[int, QueueSnapshot, LedgerMark] | None = None
+
+    def opened(self, snapshot: QueueSnapshot | None) -> GroupBook:
+        return GroupBook(groups_per_step=2, max_staleness=2, dynamic_sampling=True, snapshot=snapshot)
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
@@ -299,39 +314,35 @@ class Books(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 6))
     def admit(self, count: int) -> None:
-        self.queue.admit(prompts(self.queue.admitted, self.queue.admitted + count))
+        new = prompts(self.book.admitted, self.book.admitted + count)[: max(0, self.book.free_places)]
+        self.ledger.hand_out([one.prompt_id for one in new])
+        self.book.admit(new, now=0.0)
 
-    @rule(pick=st.integers(0, 9))
-    def finish(self, pick: int) -> None:
-        waiting = [e.ticket for e in self.queue._entries.values() if e.group is None]
-        if waiting:
-            self.queue.put(at_hand(group(waiting[pick % len(waiting)])))
+    @rule(pick=st.integers(0, 9), is_uniform=st.booleans())
+    def finish(self, pick: int, is_uniform: bool) -> None:
+        if waiting := self.book.in_flight:
+            rewards = (1.0, 1.0) if is_uniform else (0.0, 1.0)
+            self.book.finish(at_hand(group(waiting[pick % len(waiting)], rewards=rewards)), now=0.0)
 
     @rule(pick=st.integers(0, 9), reason=st.sampled_from(DiscardReason))
-    def discard(self, pick: int, reason: DiscardReason) -> None:
-        if ids := sorted(self.queue._entries):
-            self.queue.discard([ids[pick % len(ids)]], reason)
+    def give_up(self, pick: int, reason: DiscardReason) -> None:
+        if waiting := self.book.in_flight:
+            self.book.give_up(waiting[pick % len(waiting)].group_id, reason)
 
     @rule()
     def train(self) -> None:
-        self.queue.draw(self.queue.version, 2)
-        drawn = [e.group for e in self.queue._entries.values() if e.state == "drawn" and e.group]
-        self.queue.publish(self.queue.version + 1)
-        self.queue.settle([g.group_id for g in drawn])
+        version = self.book.version
+        drawn = self.book.draw(version, 2)
+        discarded = self.book.settle(version + 1, version + 1, [g.group_id for g in drawn], now=0.0)
         self.step += 1
-        self.ledger.settle(
-            self.step,
-            trained=[g.prompt_id for g in drawn],
-            discarded=self.queue.take_discarded(),
-            outstanding=self.queue.outstanding(),
-            counts=self.queue.counts(),
-        )
-        assert self.ledger._open == set(self.queue.outstanding())
+        self.ledger.settle(self.step, trained=[g.prompt_id for g in drawn], discarded=discarded, contents=self.book.contents())
+        assert self.ledger._open == set(self.book.outstanding())
 
     @rule()
     def checkpoint(self) -> None:
-        snapshot = snapshot_of(self.queue)
-        self.saved = self.step, snapshot, self.ledger.flush(snapshot)
+        self.ledger.compare(self.book.contents())
+        self.saved = self.step, snapshot_of(self.book), self.ledger.flush()
+        assert imbalance_of(self.saved[1], self.saved[2]) is None
 
     @precondition(lambda self: self.saved is not None)
     @rule(torn=st.binary(max_size=20))
@@ -340,20 +351,20 @@ class Books(RuleBasedStateMachine):
         self.step, snapshot, mark = self.saved
         with self.path.open("ab") as file:
             file.write(torn)
-        self.queue = TrajectoryQueue(groups_per_step=2, max_staleness=2)
-        self.queue.fill(Outstanding(snapshot).contents())
+        self.book = self.opened(snapshot)
         self.ledger, warning = Ledger.resumed(self.path, snapshot, mark)
         assert warning is None
+        self.ledger.compare(self.book.contents())
 
     @invariant()
     def every_prompt_once(self) -> None:
         """In the file, among the discarded that it doesn't know yet, or under way: together the first `admitted` positions."""
-        if not hasattr(self, "queue"):
+        if not hasattr(self, "book"):
             return
         gone = [prompt_id for _, prompt_id, _ in lines_of(self.path)]
-        known = [*gone, *(one.prompt_id for one in self.queue._unreported), *self.queue.outstanding()]
-        assert sorted(known) == sorted(names(*range(self.queue.admitted)))
-        assert len(gone) == lines_counted(self.ledger) == self.queue.trained + self.queue.discarded - len(self.queue._unreported)
+        known = [*gone, *(one.prompt_id for one in self.book.unreported), *self.book.outstanding()]
+        assert sorted(known) == sorted(names(*range(self.book.admitted)))
+        assert len(gone) == lines_counted(self.ledger) == self.book.trained + self.book.discarded - len(self.book.unreported)
 
 
 TestBooks = Books.TestCase

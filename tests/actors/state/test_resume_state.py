@@ -16,35 +16,30 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from actors.carriers import DiscardedGroup, DiscardReason
-from actors.queue.trajectory_queue import TrajectoryQueue
+from actors.groups.book import GroupBook
 from actors.state.ledger import LedgerMark
 from actors.state.resume import COLUMNS, Replacement, TrainingState
 from correction.config import CorrectionConfig
 from correction.early_warning.monitor import Monitor
 from correction.errors import DataError
 from rollout.trajectory import FailureKind, FinishReason, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
-from tests.actors.cases import group, prompt, prompts, snapshot_of
+from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
 from tests.test_layers import ROOT, imports_among
 
 
 @pytest.fixture
 def state() -> TrainingState:
-    """After one step of two groups: one finished, one drawn, one discarded and unreported, one in flight."""
-    queue = TrajectoryQueue(groups_per_step=2, max_staleness=1)
-    tickets = queue.admit(prompts(0, 4))
-    for ticket in tickets:
-        queue.put(group(ticket))
-    first = [g.group_id for g in queue.draw(0, 2)]
-    queue.publish(1)
-    queue.settle(first)
-    later = queue.admit(prompts(4, 6))
-    queue.put(group(later[0]))
-    queue.draw(1, 1)
-    queue.discard([3], DiscardReason.UNIFORM)
+    """After one step of two groups: two drawn, one discarded and unreported, one in flight."""
+    book = GroupBook(groups_per_step=2, max_staleness=1, dynamic_sampling=True)
+    for ticket in book.admit(prompts(0, 4), now=0.0):
+        book.finish(at_hand(group(ticket, rewards=(1.0, 1.0) if ticket.group_id == 3 else (0.0, 1.0))), now=0.0)
+    book.settle(1, 1, [g.group_id for g in book.draw(0, 2)], now=0.0)
+    book.finish(at_hand(group(book.admit(prompts(4, 6), now=0.0)[0])), now=0.0)
+    assert [one.group_id for one in book.draw(1, 2)] == [2, 4]
     monitor = Monitor()
     monitor.update(1, {"k3_kl": 1e-3})
     replacement = Replacement(CorrectionConfig(), CorrectionConfig.model_validate({"preset": "icepop"}))
-    return TrainingState(1, 1, 12.5, snapshot_of(queue), {"groups/refilled_total": 3.0}, monitor.state_dict(), replacement)
+    return TrainingState(1, 1, 12.5, snapshot_of(book), {"groups/refilled_total": 3.0}, monitor.state_dict(), replacement)
 
 
 def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
