@@ -92,7 +92,7 @@ class NodeFacts:
     has_failed: bool = False
     """Of a silent one: the small task there has ended with an error; otherwise it was late."""
     is_drivers: bool = False
-    """The process that asks is there; a run's driver, queue and correction service would be, too."""
+    """The process that asks is there; a run's driver and correction service would be, too."""
     offered_gpus: float = 0.0
     """GPUs that Ray offers there."""
     free_gpus: float = 0.0

@@ -493,7 +493,7 @@ def hosts_hold_their_roles(nodes: Nodes, config: RunConfig, shape: ModelShape) -
 def _with_driver(role: HostMemory | None, driver: dict[str, int]) -> HostMemory:
     """The memory of a node that holds the driver in addition to a role. Answers and wide fields of the role are not counted twice: the
     driver and service fetch all answers anyway."""
-    own = "driver, queue and correction service"
+    own = "driver and correction service"
     if role is None:
         return HostMemory(own, driver)
     others = {what: size for what, size in role.parts.items() if what not in (WIDE, FETCHED, ANSWERS)}

@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,10 @@ class Books:
         """Checkpoints that the run has called complete, and keeps, by folder name: their steps."""
         self._lines_lacking: dict[int, set[int]] = {0: set()}
         """By the step of a checkpoint: steps before it without a line of numbers, as a full disk had refused that."""
-        self.lost: dict[int, float] = {}
-        """Groups of which the present driver has heard that they are lost, and when."""
+        self._unreadable: list[Any] = []
+        """References to tokens that the service could not read, by its answers."""
+        self._losses: Callable[[int], int] = lambda _: 0
+        """How often the driver has noted that a group's tokens are lost: an answer that it left unread counts for nothing."""
 
     def heard(self, text: str) -> None:
         """The run says so."""
@@ -64,6 +66,7 @@ class Books:
 
     def check_book(self, book: Any) -> None:
         """The balance, and the bound of staleness, of the book's own counts and contents."""
+        self._losses = book.losses
         seen = (len(book._entries), book.admitted, book.trained, book.discarded, *book._by_state.values())
         if seen == self._seen:
             return
@@ -94,6 +97,16 @@ class Books:
         self.exports["hash", version] += 1
         if self.exports["hash", version] > 1:
             self.refuse(f"the checksums of version {version} are made {self.exports['hash', version]} times")
+
+    def can_not_be_read(self, groups: Iterable[Any]) -> None:
+        """The driver hears from the service that these groups' tokens are gone."""
+        self._unreadable += [group.payload for group in groups]
+
+    def are_drawn(self, groups: Iterable[Any]) -> None:
+        """The service is to pull them."""
+        for group in groups:
+            if self._unreadable and any(group.payload is payload for payload in self._unreadable) and self._losses(group.group_id):
+                self.refuse(f"group {group.group_id} is drawn again, though the driver knows that its tokens are lost")
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -210,7 +223,6 @@ class Books:
 
     def resumed(self, step: int, damaged: Iterable[str], folder: Path) -> None:
         """The run goes on at this step. What was called complete, and was not damaged since, is not lost."""
-        self.lost = {}
         self._lines_lacking = {saved: lacking for saved, lacking in self._lines_lacking.items() if saved <= step}
         self._lines_lacking.setdefault(step, self._known_lacking(step))
         if new := self._lacking(step, folder) - self._lines_lacking[step]:

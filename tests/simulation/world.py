@@ -20,6 +20,7 @@ from typing import Any
 import ray.exceptions
 import torch
 
+from actors.carriers import StoredGroup
 from actors.checkpoints import checkpoint_reader
 from actors.checkpoints.checkpoint_writer import ATTEMPTS
 from actors.driver.controller import Controller
@@ -124,17 +125,23 @@ class World:
             elif method in ("update_weights", "receive_weights"):
                 self._updates[process.name] += 1
                 ref.on_done = partial(self._synced, process.name, self._updates[process.name], self._controller._generation)
+        elif caller is None and method == "pull":
+            self.books.are_drawn(args[2])
+            ref.on_done = partial(self._pulled, args[2])
         return self.faults.fate_of(process, method, args)
 
     def are_lost(self, group_ids: list[int]) -> None:
         """The driver has heard that these groups' tokens are gone."""
         self.tells("world", f"groups are lost: {group_ids}")
-        self.books.lost |= dict.fromkeys(group_ids, self._clock.now)
         self.faults.are_lost(group_ids)
 
     def computes(self, function: str) -> None:
         if function == "checksums_of":
             self.books.is_hashed(self._controller._sync.version)
+
+    def _pulled(self, groups: list[StoredGroup], why: dict[int, str] | None, error: BaseException | None) -> None:
+        if error is None and why:
+            self.books.can_not_be_read([group for group in groups if group.group_id in why])
 
     def _worked(self, worker: str, _: Any, error: BaseException | None) -> None:
         if isinstance(error, EngineDirty):

@@ -44,7 +44,7 @@ def test_engines_have_room_on_nodes_not_in_a_sum(workers: int, gpus: str, said: 
     [
         ({}, []),
         ({"memory": 64 << 30}, []),
-        ({"memory": 32 << 30}, ["head: driver, queue and correction service would take up to 47.7 GiB of its 32 GiB of memory: answers"]),
+        ({"memory": 32 << 30}, ["head: driver and correction service would take up to 47.3 GiB of its 32 GiB of memory: answers"]),
     ],
 )
 def test_the_driver_s_node_is_judged_by_what_it_holds(head: dict[str, Any], said: list[str]) -> None:
@@ -69,10 +69,10 @@ def test_a_driver_beside_ranks_takes_memory_of_its_own() -> None:
     (alone,) = said(100)
     (both,) = said(100, is_drivers=True)
     assert alone.startswith("a: 8 ranks would take up to")
-    assert both.startswith("a: 8 ranks, driver, queue and correction service would take up to")
+    assert both.startswith("a: 8 ranks, driver and correction service would take up to")
     sizes = [float(text.partition(" up to ")[2].split()[0]) for text in (alone, both)]
     fetched_by_ranks = 6.75  # their wide fields are among the answers
-    assert sizes[1] - sizes[0] == pytest.approx(47.7 - fetched_by_ranks, abs=1.5)
+    assert sizes[1] - sizes[0] == pytest.approx(47.3 - fetched_by_ranks, abs=1.5)
 
 
 def test_ranks_with_a_share_take_memory_for_each_gpu() -> None:
