@@ -64,7 +64,7 @@ test-slow: .venv/installed  ## the tests that the fast suite leaves out
 
 lint: .venv/installed  ## ruff and mypy (strict on correction/)
 	$(BIN)/ruff check .
-	$(BIN)/mypy correction rollout learner actors
+	$(BIN)/mypy evenkeel
 
 bench: .venv/installed  ## the benchmarks (ratios measured in one run); with VERL=FOLDER also against verl (make verl VERL=FOLDER)
 	$(BIN)/python benchmarks/async_vs_sync.py
@@ -76,7 +76,7 @@ verl: .venv/installed  ## a virtual environment in VERL=FOLDER with what the ben
 	$(BIN)/python benchmarks/correction_pass.py --make-verl $(or $(VERL),$(error VERL=FOLDER is missing))
 
 docs: .venv/installed  ## write the generated parts of docs/ anew
-	$(BIN)/python -m actors.metrics > docs/metrics.new && mv docs/metrics.new docs/metrics.md
+	$(BIN)/python -m evenkeel.actors.metrics > docs/metrics.new && mv docs/metrics.new docs/metrics.md
 	$(BIN)/python docs/generate.py
 
 clean:  ## remove .venv, models and caches; runs/ stays

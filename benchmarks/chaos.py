@@ -32,12 +32,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.processes.descendants import adopted_orphans, end_new
 from benchmarks.chaos_books import HeldOut, RunBooks, steps_done_again
 from benchmarks.chaos_strikes import Strike, Strikes, table
 from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between, scratch
 from benchmarks.watched_run import WatchedRun
-from correction.errors import EvenkeelError
+from evenkeel.actors.processes.descendants import adopted_orphans, end_new
+from evenkeel.correction.errors import EvenkeelError
 
 _POLL_S = 0.2
 _GOAL = 0.9

@@ -8,11 +8,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.metrics.held_out import wilson_interval
-from actors.record.run_folder import Checkpoint, RunFolder
-from actors.state.ledger import TRAINED
-from actors.state.resume import TrainingState
-from correction.errors import DataError
+from evenkeel.actors.checkpoints.state import TrainingState
+from evenkeel.actors.groups.ledger import TRAINED
+from evenkeel.actors.metrics.held_out import wilson_interval
+from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
+from evenkeel.correction.errors import DataError
 
 _CONFIDENCE = 0.99
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from actors.processes.descendants import command_of
 from benchmarks.late_calls import LateCalls
 from benchmarks.watched_run import processes_of
+from evenkeel.actors.processes.descendants import command_of
 
 KILLED, STOPPED, LATE = "killed", "stopped", "called late"
 _DEEDS = {

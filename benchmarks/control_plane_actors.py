@@ -43,13 +43,13 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.plan.hosts import ANSWER, CORRECTED
 from benchmarks.call_floor import CallFloor
 from benchmarks.process_use import Uses
 from benchmarks.replayed_parts import SAMPLES, WideShape, tensor_names
 from benchmarks.replayed_run import PROMPT_TOKENS, Figures, ReplayedRun, ReplayedShape, recorded_shape
 from benchmarks.sides import ROOT, options
-from correction.errors import ConfigError
+from evenkeel.correction.errors import ConfigError
+from evenkeel.plan.hosts import ANSWER, CORRECTED
 from lab.simulate.costs import AnswerLengths
 
 _GOALS = {"driver": (0.03, 30), "service": (0.15, 120), "rank": (0.1, None)}

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.sides import Peer, in_turns, options, seconds_of
-from correction import CorrectionConfig, PackedBatch, correct, diagnose, to_padded
+from evenkeel.correction import CorrectionConfig, PackedBatch, correct, diagnose, to_padded
 
 SHORTEST, LONGEST, EQUAL = 16, 16384, 2048
 VERL_NEEDS = ("torch==2.13.0", "numpy", "omegaconf", "packaging", "ray", "tensordict==0.10.0", "transformers<5.11", "codetiming", "orjson")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.sides import in_turns, options
 from benchmarks.workloads import SHAPES, Decoder, Spent, decoders, save_model
-from rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
 PROMPT_TOKENS = 32
 

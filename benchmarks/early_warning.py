@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.sides import Peer, options
-from correction.early_warning.monitor import Monitor, MonitorConfig, State, Symptom
+from evenkeel.correction.early_warning.monitor import Monitor, MonitorConfig, State, Symptom
 from lab.recorded_runs import SERIES, RecordedRun, load_runs
 
 RLWATCH = Peer("rlwatch", "rlwatch_worker.py", (("rlwatch==0.5.1",),))

@@ -31,10 +31,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.sides import TimeRatio, in_turns, options, seconds_of
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
-from correction import CorrectionConfig, PackedBatch, defer
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from learner.model.inputs import ModelInputs
+from evenkeel.correction import CorrectionConfig, PackedBatch, defer
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.model.inputs import ModelInputs
 
 CORRECTION = CorrectionConfig(preset="tis-token")
 VOCABULARIES = {"3M": 512, "60M": 8192}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.sides import in_turns, options, seconds_of
-from correction.engines.matrix_products import is_needed, product
+from evenkeel.engines.matrix_products import is_needed, product
 
 LAYERS = {"gate and up": (384, 2816), "down": (1408, 384), "query, key, value": (384, 512), "attention's output": (256, 384)}
 """Inner and outer size of each product of a layer."""

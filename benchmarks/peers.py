@@ -276,7 +276,7 @@ def _ratios(pairs: Iterable[tuple[float | None, float | None]]) -> str:
 
 
 def _lengths(folder: Path) -> str:
-    from rollout.tasks.chat import load_tokenizer
+    from evenkeel.rollout.tasks.chat import load_tokenizer
 
     tokenizer = load_tokenizer(folder / "model")
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:200]]

@@ -19,7 +19,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.sides import options
-from correction.errors import ConfigError
+from evenkeel.correction.errors import ConfigError
 
 DTYPES = {
     "float32": torch.float32,

@@ -32,12 +32,12 @@ from torch import Tensor
 
 from benchmarks.sides import options
 from benchmarks.workloads import sampled_batch, save_model
-from correction import CorrectionConfig, PackedBatch, correct, diagnose
-from correction.errors import EvenkeelError
+from evenkeel.correction import CorrectionConfig, PackedBatch, correct, diagnose
+from evenkeel.correction.errors import EvenkeelError
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 from lab.float8 import write_float8_folder
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from rollout.engine_settings.engine_config import EngineConfig
 
 VOCABULARY = 512
 HEAD: dict[str, Any] = {"engine_args": {"enable_fp32_lm_head": True}}

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from benchmarks.remedy_outcome import RemedyOutcome
 from benchmarks.sides import options
-from correction import CorrectionConfig, PackedBatch, correct, policy_loss, settle
-from correction.settings.choices import DenominatorKind
+from evenkeel.correction import CorrectionConfig, PackedBatch, correct, policy_loss, settle
+from evenkeel.correction.settings.choices import DenominatorKind
 from lab.recorded_runs import SERIES, RecordedBatch, RecordedRun, load_runs
 
 CONTEXTS, WORDS, PARAMETERS = 256, 64, 4

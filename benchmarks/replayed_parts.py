@@ -22,18 +22,16 @@ from typing import Any
 
 import ray
 
-from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
-from actors.part_carriers import ActorInfo, WorkerSettings
-from actors.pool.pool import RolloutPool
-from actors.pool.rollout_worker import RolloutWorker
-from actors.pool.workers import WorkerHandle
-from actors.queue.payloads import read_now
-from actors.weights.weight_sync import SyncTarget
-from correction.config import CorrectionConfig
-from correction.engines.checksum import digest_of
-from correction.errors import ActorLost, EngineError
-from lab.simulate.costs import AnswerLengths
-from rollout.trajectory import (
+from evenkeel.actors.carriers import ActorInfo, ExportPlan, WeightChecksums, WeightSnapshot, WorkerSettings
+from evenkeel.actors.groups.tokens import read_now
+from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.actors.pool.rollout_worker import RolloutWorker
+from evenkeel.actors.pool.workers import WorkerHandle
+from evenkeel.actors.weights.weight_sync import SyncTarget
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.errors import ActorLost, EngineError
+from evenkeel.engines.weights import digest_of
+from evenkeel.rollout.trajectory import (
     FinishReason,
     Group,
     Prompt,
@@ -45,6 +43,7 @@ from rollout.trajectory import (
     ids_of,
     logprobs_of,
 )
+from lab.simulate.costs import AnswerLengths
 
 SAMPLES = 8
 """Answers of a group."""
@@ -267,9 +266,9 @@ class ReplayedRank:
     def step(self, number: int, corrected: Any, correction: CorrectionConfig, step: int) -> tuple[Any, Any]:
         import torch
 
-        from correction.batch import FinalDecision
-        from correction.decision import no_counts
-        from learner.results import StepResult, StepValues
+        from evenkeel.correction.batch import FinalDecision
+        from evenkeel.correction.decision import no_counts
+        from evenkeel.learner.results import StepResult, StepValues
 
         self._in_order(number)
         batch, self._read = corrected.batch, {}

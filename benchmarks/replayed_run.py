@@ -22,33 +22,31 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from actors.carriers import PreparedBatch, Ticket
-from actors.config import CheckpointConfig, EarlyWarningConfig, RunConfig, WeightSyncConfig
-from actors.driver.batch_source import BatchSource
-from actors.driver.controller import Controller
-from actors.driver.empty_steps import EmptySteps
-from actors.driver.evaluation import Evaluations
-from actors.driver.parts import make_sync
-from actors.part_carriers import WaitNotice, WorkerSettings
-from actors.processes.loop_clock import LoopClock
-from actors.processes.supervision import kill, unless_failed
-from actors.ranks.learner_group import LearnerGroup
-from actors.record.observer import Observer
-from actors.record.run_event import EventKind
-from actors.record.run_folder import RunFolder
-from actors.record.terminal import TerminalView
-from actors.settings.environment import OF_BATCHES
-from actors.settings.resolve import with_devices
-from actors.state.resume import open_ledger
-from actors.weights.weight_sync import SyncTarget
 from benchmarks.late_loop import LateLoop, LongestHalt
 from benchmarks.process_use import StoreUse, Uses
 from benchmarks.replayed_parts import SAMPLES, ReplayedRank, ReplayPool, WideShape, WorkerHost
-from correction.config import CorrectionConfig
-from correction.errors import ConfigError
+from evenkeel.actors.carriers import PreparedBatch, Ticket, WaitNotice, WorkerSettings
+from evenkeel.actors.checkpoints.state import open_ledger
+from evenkeel.actors.config import CheckpointConfig, EarlyWarningConfig, RunConfig, WeightSyncConfig
+from evenkeel.actors.driver.batches import BatchSource
+from evenkeel.actors.driver.controller import Controller, EmptySteps
+from evenkeel.actors.driver.evaluation import Evaluations
+from evenkeel.actors.driver.parts import make_sync
+from evenkeel.actors.processes.loop_clock import LoopClock
+from evenkeel.actors.processes.supervision import kill, unless_failed
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.actors.record.observer import Observer
+from evenkeel.actors.record.run_event import EventKind
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.terminal import TerminalView
+from evenkeel.actors.settings.environment import OF_BATCHES
+from evenkeel.actors.settings.resolve import with_devices
+from evenkeel.actors.weights.weight_sync import SyncTarget
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.errors import ConfigError
+from evenkeel.rollout.config import RolloutConfig
+from evenkeel.rollout.trajectory import GroupFacts, Prompt, SyncReceipt
 from lab.simulate.costs import AnswerLengths
-from rollout.config import RolloutConfig
-from rollout.trajectory import GroupFacts, Prompt, SyncReceipt
 
 PROMPT_TOKENS = 200
 P50, P99 = 0.8825, 2.824

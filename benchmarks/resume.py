@@ -28,23 +28,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.carriers import StoredGroup, Ticket
-from actors.checkpoints.checkpoint_reader import steps_without_a_line, take_back
-from actors.commands.recipe import as_recipe, load_config
-from actors.commands.resume_point import find_resume_point, with_absolute_paths
-from actors.config import RunConfig
-from actors.groups.book import GroupBook
-from actors.metrics.catalogue import CATALOGUE
-from actors.metrics.step_metrics import StepMetrics
-from actors.record.run_folder import Checkpoint, RunFolder
-from actors.state.ledger import Ledger, outstanding_ids
-from actors.state.queue_snapshot import BookContents, QueueSnapshot
-from actors.state.resume import TrainingState, open_ledger
 from benchmarks.sides import NANO_RECIPE, options, scratch
-from rollout.tasks.chat import ChatEncoder
-from rollout.tasks.prompt_place import PromptPlace
-from rollout.tasks.tasks import Task, build_task
-from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
+from evenkeel.actors.carriers import StoredGroup, Ticket
+from evenkeel.actors.checkpoints.reader import steps_without_a_line, take_back
+from evenkeel.actors.checkpoints.state import TrainingState, open_ledger
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.groups.book import GroupBook
+from evenkeel.actors.groups.ledger import Ledger, outstanding_ids
+from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
+from evenkeel.recipe import as_recipe, load_config
+from evenkeel.resume_point import find_resume_point, with_absolute_paths
+from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.tasks.prompt_place import PromptPlace
+from evenkeel.rollout.tasks.tasks import Task, build_task
+from evenkeel.rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
 SAMPLES, ANSWER = 8, 6
 """Answers of a group, and tokens of an answer."""
@@ -157,8 +157,8 @@ def _answer(prompt: Prompt, version: int) -> Trajectory:
 
 def resume(run: Path) -> Resumed:
     """All that a resume does with the folder before it starts anything."""
-    from learner.hf.hf_folder import check_trainable
-    from learner.weights.checkpoint_files import check_readable  # noqa: F401 - it imports torch, as a resume does
+    from evenkeel.learner.hf.folder import check_trainable
+    from evenkeel.learner.weights.checkpoint_files import check_readable  # noqa: F401 - it imports torch, as a resume does
 
     found = Resumed()
     view = RunFolder.view(run)
@@ -220,9 +220,9 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=512, help="prompts of a step")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders there")
     arguments = parser.parse_args()
-    from learner.config import LearnerConfig
-    from learner.hf.nano import build_nano_model
-    from learner.learner_rank import LearnerRank
+    from evenkeel.learner.config import LearnerConfig
+    from evenkeel.learner.hf.nano import build_nano_model
+    from evenkeel.learner.learner_rank import LearnerRank
 
     with scratch(arguments.keep) as base:
         config, model = load_config(RunConfig, NANO_RECIPE, []), base / "model"

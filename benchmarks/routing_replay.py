@@ -26,13 +26,13 @@ import torch
 
 from benchmarks.sides import options
 from benchmarks.workloads import sampled_batch
-from correction import PackedBatch
-from correction.errors import EngineError
-from learner.config import LearnerConfig
-from learner.hf.nano import NanoModelConfig, build_nano_model
-from learner.learner_rank import LearnerRank
-from learner.results import Proximal
-from rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.correction import PackedBatch
+from evenkeel.correction.errors import EngineError
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.hf.nano import NanoModelConfig, build_nano_model
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.results import Proximal
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
 SHAPE = NanoModelConfig(
     layers=4, hidden_size=128, heads=4, head_dim=32, intermediate_size=64, experts=16, experts_per_token=4, init_std=0.08,

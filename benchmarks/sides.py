@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 NANO_RECIPE = ROOT / "recipes" / "nano_spell_backward.yaml"
-EVENKEEL = (sys.executable, "-m", "actors.commands.cli")
+EVENKEEL = (sys.executable, "-m", "evenkeel")
 
 
 def options(text: str | None) -> argparse.ArgumentParser:

@@ -32,9 +32,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.processes.descendants import adopted_orphans, command_of, descendants, end_new
 from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between, scratch
 from benchmarks.watched_run import ROLES, WatchedRun
+from evenkeel.actors.processes.descendants import adopted_orphans, command_of, descendants, end_new
 
 _MIB = 1 << 20
 _IDLE = "IDLE"

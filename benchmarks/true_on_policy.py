@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.sides import in_turns, options
 from benchmarks.workloads import SHAPES, decoders, lengths_of_groups, random_batch, save_model
-from correction.config import CorrectionConfig
-from correction.correct import defer
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import defer
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
 BATCH_TOKENS = 8000
 """About so many has a learner step, the prompt of each sequence included, whatever their length."""

@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from actors.settings.resolve import with_equal_operators
 from benchmarks.sides import options
-from correction.diagnostics.variance_split import VarianceSplit, split_variance
+from evenkeel.actors.settings.resolve import with_equal_operators
+from evenkeel.correction.diagnostics.variance_split import VarianceSplit, split_variance
+from evenkeel.learner.hf.folder import read_json
 from lab.kept_engines import KeptEngines, recipe
-from learner.hf.hf_folder import read_json
 
 BFLOAT16 = ("rollout.engine.dtype=bfloat16", "learner.dtype=bfloat16")
 KINDS: dict[str, tuple[str, ...]] = {"off, bfloat16": BFLOAT16, "off": (), "on": ("true_on_policy=true",)}

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import psutil
 
-from actors.processes.descendants import command_of, descendants, end_new
-from actors.state.json_lines import last_step
 from benchmarks.sides import EVENKEEL, NANO_RECIPE, ROOT
+from evenkeel.actors.json_lines import last_step
+from evenkeel.actors.processes.descendants import command_of, descendants, end_new
 
 ROLES = {
     "rollout worker": "ray::RolloutWorker",
     "scheduler": "sglang::scheduler",
-    "scoring process": "rollout.rewards.reward_process",
+    "scoring process": "evenkeel.rollout.rewards.reward_process",
     "correction service": "ray::CorrectionService",
     "learner rank": "ray::LearnerRankActor",
-    "driver": "actors.commands.attempt",
+    "driver": "evenkeel.attempt",
 }
 """Role -> text in the command line of its processes."""
 _LEFT_S = 90.0

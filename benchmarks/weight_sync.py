@@ -31,23 +31,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import ray
 import torch
 
-from actors.carriers import WeightChecksums
-from actors.cluster.placement import RankPlaces
-from actors.config import WeightSyncConfig
-from actors.pool.rollout_worker import RolloutWorker
-from actors.ranks.learner_group import LearnerGroup
-from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
 from benchmarks.sides import NANO_RECIPE, ROOT, TimeRatio, evenkeel, options, seconds_of, steps_of
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
-from correction import CorrectedBatch, CorrectionConfig, defer
-from correction.engines.weight_bucket import WeightBucket
-from correction.errors import counted
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from rollout.engine.engine import RolloutEngine
-from rollout.engine.weight_transfer import SharedStaging
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.trajectory import SyncReceipt
+from evenkeel.actors.carriers import WeightChecksums
+from evenkeel.actors.cluster.placement import RankPlaces
+from evenkeel.actors.config import WeightSyncConfig
+from evenkeel.actors.pool.rollout_worker import RolloutWorker
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
+from evenkeel.correction import CorrectedBatch, CorrectionConfig, defer
+from evenkeel.correction.errors import counted
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine.weight_transfer import SharedStaging
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.trajectory import SyncReceipt
 
 CORRECTION = CorrectionConfig(preset="tis-token")
 MODEL, VOCABULARY = "60M", 300

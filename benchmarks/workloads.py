@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import torch
 
-from correction.batch import PackedBatch
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.rollout.config import TrainOverlong
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.packing import pack_groups
+from evenkeel.rollout.sampler import sample_seed
+from evenkeel.rollout.trajectory import Group, Prompt, Trajectory
 from lab.background_loop import BackgroundLoop
-from rollout.config import TrainOverlong
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.packing import pack_groups
-from rollout.sampler import sample_seed
-from rollout.trajectory import Group, Prompt, Trajectory
 
 SHAPES: dict[str, dict[str, int]] = {
     "recipe": {"hidden_size": 384, "intermediate_size": 1408, "num_hidden_layers": 3},

@@ -17,10 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
-from correction.early_warning.monitor import SYMPTOMS, levels_table
-from correction.presets.methods import presets_table
-from learner.hf.families import ATTENTION_NORM_AFTER, FAMILIES, INPUT_NORM, OBSTACLES, QKV_BIAS, SUPPORTED, ModelFamily
+from evenkeel.correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, GAP
+from evenkeel.correction.early_warning.monitor import SYMPTOMS, levels_table
+from evenkeel.correction.presets.methods import presets_table
+from evenkeel.learner.hf.families import ATTENTION_NORM_AFTER, FAMILIES, INPUT_NORM, OBSTACLES, QKV_BIAS, SUPPORTED, ModelFamily
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS_PAGE = "docs/presets.md"
@@ -126,8 +126,8 @@ if __name__ == "__main__":
     for name, make in PARTS:
         (ROOT / name).write_text(with_part((ROOT / name).read_text(), make))
     if arguments.terminal is not None:
-        from actors.record.run_folder import RunFolder
-        from actors.record.terminal import terminal_svg
+        from evenkeel.actors.record.run_folder import RunFolder
+        from evenkeel.actors.record.terminal import terminal_svg
 
         picture = terminal_svg(RunFolder.view(arguments.terminal), until_step=arguments.until_step)
         (ROOT / TERMINAL_PICTURE).write_text(picture)

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from correction.engines.float8 import dequantised, quantised
-from correction.engines.float8_format import is_projection
-from learner.hf import hf_folder
-from learner.weights.export import write_hf_folder
+from evenkeel.engines.float8_format import is_projection
+from evenkeel.engines.weights import dequantised, quantised
+from evenkeel.learner.hf import folder as hf_folder
+from evenkeel.learner.weights.export import write_hf_folder
 
 
 def rounded_weight(weight: Tensor, block: int) -> Tensor:

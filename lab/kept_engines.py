@@ -27,28 +27,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.commands.init_model import init_model_folder
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.groups.book import discard_reason
-from actors.record.step_sources import objective_metrics
-from actors.settings.devices import visible_gpus
-from actors.settings.resolve import with_devices
-from correction.batch import PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import correct, defer
-from correction.diagnostics.diagnose import diagnose
-from correction.settings.schedule import needs_reference_logprobs, needs_topk
-from correction.terms.advantages import group_advantages
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.groups.book import discard_reason
+from evenkeel.actors.record.step_sources import objective_metrics
+from evenkeel.actors.settings.devices import visible_gpus
+from evenkeel.actors.settings.resolve import with_devices
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import correct, defer
+from evenkeel.correction.diagnostics.diagnose import diagnose
+from evenkeel.correction.settings.schedule import needs_reference_logprobs, needs_topk
+from evenkeel.correction.terms.advantages import group_advantages
+from evenkeel.init_model import init_model_folder
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.results import StepResult
+from evenkeel.recipe import load_config
+from evenkeel.rollout.packing import pack_groups
+from evenkeel.rollout.sampler import Sampler
+from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.tasks.tasks import build_task
+from evenkeel.rollout.trajectory import Group, Prompt
 from lab.background_loop import BackgroundLoop
 from lab.weight_buckets import weight_buckets
-from learner.learner_rank import LearnerRank
-from learner.results import StepResult
-from rollout.packing import pack_groups
-from rollout.sampler import Sampler
-from rollout.tasks.chat import ChatEncoder
-from rollout.tasks.tasks import build_task
-from rollout.trajectory import Group, Prompt
 
 RECIPE = Path(__file__).with_name("kept_engines.yaml")
 _DRAWS = 4

@@ -40,16 +40,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from correction import CorrectionConfig
-from correction.engines.float8_format import is_projection
-from correction.engines.weight_bucket import WeightBucket
-from correction.terms.advantages import group_advantages
+from evenkeel.correction import CorrectionConfig
+from evenkeel.correction.terms.advantages import group_advantages
+from evenkeel.engines.float8_format import is_projection
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.trajectory import Group
 from lab.float8 import rounded_weight
 from lab.kept_engines import KeptEngines, KeptRun, RunSettings, recipe
 from lab.recorded_runs import SERIES, RecordedBatch, write_run
 from lab.weight_buckets import weight_buckets
-from learner.learner_rank import LearnerRank
-from rollout.trajectory import Group
 
 STEPS = 100
 RAMP_STEPS = 20

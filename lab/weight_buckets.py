@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from correction.engines.weight_bucket import WeightBucket
-from learner.learner_rank import LearnerRank
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.learner.learner_rank import LearnerRank
 
 
 def weight_buckets(learner: LearnerRank, bucket_bytes: int = 2**28) -> Iterator[WeightBucket]:

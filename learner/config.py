@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from correction.engines.device_choice import Device, Dtype, decided, device_of, dtype_of, is_open
-from correction.settings.base import Settings
-from correction.settings.parts import CorrectionSettings
-from correction.settings.schedule import defers, needs_proximal_forward
+from evenkeel.correction.settings.base import Settings
+from evenkeel.correction.settings.parts import CorrectionSettings
+from evenkeel.correction.settings.schedule import defers, needs_proximal_forward
+from evenkeel.engines.machine import Device, Dtype, decided, device_of, dtype_of, is_open
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     import torch

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
+from evenkeel.correction.batch import PackedBatch
 
 if TYPE_CHECKING:
-    from learner.learner_rank import LearnerRank
+    from evenkeel.learner.learner_rank import LearnerRank
 
 
 class KeptWeights:

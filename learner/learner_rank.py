@@ -17,24 +17,24 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch
-from correction.config import CorrectionConfig
-from correction.engines import host_memory
-from correction.engines.capture import Capture
-from correction.engines.operators import head_logits
-from correction.engines.processor import Processor
-from correction.errors import ConfigError, DataError
-from correction.loss import broken_tokens, loss_metrics, policy_scale
-from learner import model_capture
-from learner.config import LearnerConfig
-from learner.hf import hf_folder
-from learner.hf.hf_folder import is_surplus_allowed
-from learner.model import model, parallel
-from learner.model.megatron import DistributedDataParallel
-from learner.results import Proximal, SkipReason, StepResult, StepValues
-from learner.training.logprobs import scaled_logits
-from learner.training.optimizer import GuardedOptimizer, Update, mean_norms
-from learner.training.step import (
+from evenkeel.correction.batch import CorrectedBatch, PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.errors import ConfigError, DataError
+from evenkeel.correction.loss import broken_tokens, loss_metrics, policy_scale
+from evenkeel.engines import machine as host_memory
+from evenkeel.engines.agreement import Processor
+from evenkeel.engines.capture import Capture
+from evenkeel.engines.operators import head_logits
+from evenkeel.learner import model_capture
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.hf import folder as hf_folder
+from evenkeel.learner.hf.folder import is_surplus_allowed
+from evenkeel.learner.model import model, parallel
+from evenkeel.learner.model.megatron import DistributedDataParallel
+from evenkeel.learner.results import Proximal, SkipReason, StepResult, StepValues
+from evenkeel.learner.training.logprobs import scaled_logits
+from evenkeel.learner.training.optimizer import GuardedOptimizer, Update, mean_norms
+from evenkeel.learner.training.step import (
     Abort,
     ObjectiveFunction,
     PassResult,
@@ -50,7 +50,7 @@ from learner.training.step import (
     train_step,
     uncorrected,
 )
-from learner.weights import checkpoint, convert, export
+from evenkeel.learner.weights import checkpoint, convert, export
 
 
 @dataclass(slots=True)

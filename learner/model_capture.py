@@ -1,4 +1,4 @@
-"""What Megatron computes, operator by operator, for the places of correction/engines/capture.py."""
+"""What Megatron computes, operator by operator, for the places of engines/capture.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
-from correction.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
-from learner.hf.families import HeadShape
-from learner.model.megatron import IdentityOp
-from learner.model.model import PolicyModel
-from learner.weights.convert import split_qkv
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
+from evenkeel.learner.hf.families import HeadShape
+from evenkeel.learner.model.megatron import IdentityOp
+from evenkeel.learner.model.model import PolicyModel
+from evenkeel.learner.weights.convert import split_qkv
 
 Head = Callable[[Tensor], Tensor]
 

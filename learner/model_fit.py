@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from correction.engines.expert_count import expert_count
-from correction.errors import ConfigError
-from learner.config import LearnerConfig
-from learner.hf.families import FAMILIES
+from evenkeel.correction.errors import ConfigError
+from evenkeel.engines.contract import expert_count
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.hf.families import FAMILIES
 
 _DIVISOR = "Set it to a common divisor, or to 1"
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from correction.batch import FinalDecision
-    from correction.config import CorrectionConfig
-    from correction.wide import WidePlace
+    from evenkeel.correction.batch import FinalDecision
+    from evenkeel.correction.config import CorrectionConfig
+    from evenkeel.correction.wide import WidePlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class StepResult:
         """
         import torch
 
-        from correction.batch import FinalDecision
-        from correction.decision import no_counts
+        from evenkeel.correction.batch import FinalDecision
+        from evenkeel.correction.decision import no_counts
 
         empty, none = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
         return cls(

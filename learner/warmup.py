@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from correction.errors import DataError
-from correction.settings.base import Settings
-from learner.results import EncodedDemonstration
+from evenkeel.correction.errors import DataError
+from evenkeel.correction.settings.base import Settings
+from evenkeel.learner.results import EncodedDemonstration
 
 if TYPE_CHECKING:  # settings are read where neither torch nor Megatron is wanted
     from torch import Tensor
 
-    from learner.learner_rank import LearnerRank
+    from evenkeel.learner.learner_rank import LearnerRank
 
 
 class WarmupConfig(Settings):

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from correction.errors import ConfigError
-from correction.settings.base import Settings
-from rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.correction.errors import ConfigError
+from evenkeel.correction.settings.base import Settings
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How many rollout workers a run has: a fixed number, or one that follows the load between two bounds.

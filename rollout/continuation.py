@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from rollout.trajectory import FailureKind, FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
+from evenkeel.rollout.trajectory import FailureKind, FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
 
 
 def is_begun(answer: Trajectory) -> bool:

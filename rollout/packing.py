@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.batch import NO_VERSION, PackedBatch
-from correction.errors import DataError
-from correction.wide import WideFields, WidePlace
-from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong
-from rollout.trajectory import AnswerPlace, FinishReason, Group, Trajectory
-from rollout.wide_fields import fields_of, tensor_of
+from evenkeel.correction.batch import NO_VERSION, PackedBatch
+from evenkeel.correction.errors import DataError
+from evenkeel.correction.wide import WideFields, WidePlace
+from evenkeel.rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong
+from evenkeel.rollout.trajectory import AnswerPlace, FinishReason, Group, Trajectory
+from evenkeel.rollout.wide_fields import fields_of, tensor_of
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 """(rewards [S] float32, group_ids [S] int64) -> advantages [S]."""

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from correction.errors import EngineError
-from rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
-from rollout.continuation import is_begun
-from rollout.engine.engine import RolloutEngine, in_answer_thread
-from rollout.rewards.rewards import RewardPool
-from rollout.tasks.chat import ChatEncoder
-from rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup
+from evenkeel.correction.errors import EngineError
+from evenkeel.rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
+from evenkeel.rollout.continuation import is_begun
+from evenkeel.rollout.engine.engine import RolloutEngine, in_answer_thread
+from evenkeel.rollout.rewards.rewards import RewardPool
+from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup
 
 
 class Sampler:

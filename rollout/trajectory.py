@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from correction.engines.processor import Processor
+    from evenkeel.engines.agreement import Processor
 
 
 class FinishReason(StrEnum):
@@ -386,7 +386,7 @@ class SyncReceipt:
     """How long the worker took, checksums included. If the weights came from the object store the driver replaces this by its own wait,
     which includes the call and its answer on their way."""
     digest: str = ""
-    """Of the checksums of all tensors in the engine (correction.engines.checksum.digest_of), which were compared; empty: not asked for."""
+    """Of the checksums of all tensors in the engine (engines.weights.digest_of), which were compared; empty: not asked for."""
     processor: Processor | None = None
     """Processor and kernels of the engine; only for true on-policy, and only together with the digest."""
     generation: int = 0

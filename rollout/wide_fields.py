@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.wide import WideFields, route_keys
-from rollout.trajectory import Group, RoutedExperts, TopLogprobs, Trajectory
+from evenkeel.correction.wide import WideFields, route_keys
+from evenkeel.rollout.trajectory import Group, RoutedExperts, TopLogprobs, Trajectory
 
 _DTYPES = {"i": torch.int32, "f": torch.float32, "B": torch.uint8, "h": torch.int16}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}

@@ -15,8 +15,8 @@ import pytest
 # the other is, and with two such processes on two cores that one waits for the core. Sleeping, it needs a tenth of the seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import actors  # noqa: F401  # before Ray: a test that forgets to start one gets an error, not a Ray of somebody else's
-from correction.engines.quick_imports import gc_paused
+from evenkeel import actors  # noqa: F401  # before Ray: a test that forgets to start one gets an error, not a Ray of somebody else's
+from evenkeel.engines.machine import gc_paused
 from lab.background_loop import BackgroundLoop
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PROMETHEUS = ROOT / ".tools" / "prometheus"
 
 _ENGINES = (
-    "tests/actors/plan/test_engine_memory.py",
+    "tests/evenkeel/plan/test_engine_memory.py",
     "tests/actors/settings/test_nccl.py",
     "tests/e2e/test_diff_engines.py",
     "tests/e2e/test_true_on_policy.py",
@@ -46,9 +46,9 @@ _ENGINES = (
 """Files whose tests own engines, or call SGLang: of several processes only one imports SGLang, and starts the shared engine."""
 
 _RANKS = (
-    "tests/actors/plan/test_plan_ranks.py",
-    "tests/actors/plan/test_plan_step_ranks.py",
-    "tests/actors/queue/test_wide_fields.py",
+    "tests/evenkeel/plan/test_plan_ranks.py",
+    "tests/evenkeel/plan/test_plan_step_ranks.py",
+    "tests/actors/groups/test_wide_fields.py",
     "tests/actors/service/test_read_only_batches.py",
     "tests/correction/test_shard_ranks.py",
     "tests/learner/test_broadcast_overlap.py",
@@ -76,12 +76,12 @@ _RUNS = (
 
 _COMPUTING = (
     "tests/failures",
-    "tests/actors/plan",
+    "tests/evenkeel/plan",
     "tests/simulation",
     "tests/actors/service",
     "tests/actors/checkpoints",
     "tests/actors/record",
-    "tests/actors/reports",
+    "tests/evenkeel/report",
     "tests/rollout",
     "tests/learner",
     "ranks",
@@ -95,8 +95,8 @@ _WAITING = (
     "tests/actors/cluster/test_hub.py",
     "tests/actors/cluster/test_shared_gpu.py",
     "tests/actors/cluster/test_hub_data.py",
-    "tests/actors/commands/test_resume_disk.py",
-    "tests/actors/commands/test_retries.py",
+    "tests/evenkeel/test_resume_disk.py",
+    "tests/evenkeel/test_retries.py",
     "tests/actors/driver/test_lost_parts.py",
     "tests/actors/driver/test_rollback.py",
     "tests/actors/metrics/test_exporter.py",
@@ -106,7 +106,7 @@ _WAITING = (
     "tests/actors/record/test_observer.py",
     "tests/actors/record/test_observer_disturbed.py",
     "tests/actors/record/test_stack_collector.py",
-    "tests/actors/reports/test_long_run_doctor.py",
+    "tests/evenkeel/report/test_long_run_doctor.py",
     "tests/actors/service/test_correction_service.py",
     "tests/actors/service/test_service_diagnostics.py",
     "tests/actors/weights",
@@ -216,8 +216,8 @@ def engine_loop() -> Iterator[BackgroundLoop]:
 @pytest.fixture(scope="session")
 def shared_engine(tiny_model: Path, engine_loop: BackgroundLoop) -> Iterator[Any]:
     """One RolloutEngine on `tiny_model`; tests that change its weights use `engine`, which restores them."""
-    from rollout.engine.engine import RolloutEngine
-    from rollout.engine_settings.engine_config import EngineConfig
+    from evenkeel.rollout.engine.engine import RolloutEngine
+    from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
     config = EngineConfig(device="cpu", max_total_tokens=65_536, max_running_requests=64)
     engine = engine_loop.run(RolloutEngine.start(tiny_model, config, name="test engine"))
@@ -235,7 +235,7 @@ def engine(shared_engine: Any, engine_loop: BackgroundLoop, tiny_model: Path) ->
     if shared_engine.version != version or not is_healthy(shared_engine):
         from safetensors.torch import load_file
 
-        from correction.engines.weight_bucket import WeightBucket
+        from evenkeel.engines.weights import WeightBucket
 
         weights = WeightBucket.of(load_file(tiny_model / "model.safetensors"))
         engine_loop.run(shared_engine.update_weights(shared_engine.version + 1, [weights]))

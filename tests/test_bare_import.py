@@ -1,4 +1,4 @@
-"""`correction` alone: every module of it is imported where nothing but torch, pydantic and what those need can be found."""
+"""`evenkeel.correction` alone: every module of it is imported where nothing but torch, pydantic and what those need can be found."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from tests.test_layers import module_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +42,8 @@ def bare_environment(folder: Path) -> None:
             link = folder / top
             if not link.exists():
                 link.symlink_to(Path(str(own.locate_file(top))))
-    (folder / "correction").symlink_to(ROOT / "correction")
+    (folder / "evenkeel").mkdir()
+    (folder / "evenkeel" / "correction").symlink_to(ROOT / "correction")
 
 
 def run_bare(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
@@ -52,21 +55,22 @@ def run_bare(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_module_of_correction_imports_with_torch_and_pydantic_alone(tmp_path: Path) -> None:
     bare_environment(tmp_path)
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted((ROOT / "correction").rglob("*.py"))]
+    modules = [module_name(path) for path in sorted((ROOT / "correction").rglob("*.py"))]
     code = f"""
 import importlib, json
 for name in {modules!r}:
-    importlib.import_module(name.removesuffix(".__init__"))
+    importlib.import_module(name)
 print(json.dumps(sorted(sys.modules)))
 """
     done = run_bare(tmp_path, code)
     assert done.returncode == 0, done.stderr[-2000:]
-    loaded = {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
-    assert "correction" in loaded and not loaded & {"ray", "sglang", "megatron", "transformers", "scipy", "actors", "learner", "rollout"}
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert "evenkeel.correction" in loaded
+    assert not loaded & {"ray", "sglang", "megatron", "transformers", "scipy", "evenkeel.engines", "evenkeel.actors"}
 
 
 def test_the_environment_is_bare(tmp_path: Path) -> None:
     """Otherwise the test above says nothing."""
     bare_environment(tmp_path)
-    for name in ("ray", "omegaconf", "actors"):
+    for name in ("ray", "omegaconf", "evenkeel.actors"):
         assert "ModuleNotFoundError" in run_bare(tmp_path, f"import {name}").stderr

@@ -21,8 +21,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-import correction
-from correction import CorrectionConfig, correct, diagnose, policy_loss, settle
+from evenkeel import correction
+from evenkeel.correction import CorrectionConfig, correct, diagnose, policy_loss, settle
 from tests.correction.fixtures import random_batch
 from tests.test_bare_import import bare_environment
 
@@ -84,7 +84,7 @@ def test_the_wheel_has_the_mathematics_and_no_other_name(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in files}
     assert tops == {"evenkeel_correction", f"evenkeel_correction-{project(SOURCE / 'pyproject.toml')['version']}.dist-info"}
     ours = {str(path.relative_to(ROOT / "correction")) for path in (ROOT / "correction").rglob("*.py")}
-    assert {name.partition("/")[2] for name in files if name.endswith(".py")} == {name for name in ours if not name.startswith("engines/")}
+    assert {name.partition("/")[2] for name in files if name.endswith(".py")} == ours
     assert any(name.endswith("licenses/LICENSE") for name in files)
     assert "evenkeel_correction/py.typed" in files, "type checkers would ignore its annotations"
 
@@ -101,9 +101,9 @@ def test_it_is_of_evenkeels_version_and_asks_for_what_evenkeel_has() -> None:
 
 
 def test_installed_alone_it_computes_what_correction_computes(wheel: Path, tmp_path: Path) -> None:
-    """In an environment with torch, pydantic and the wheel: no package `correction`, no engine."""
+    """In an environment with torch, pydantic and the wheel: no package `evenkeel`, no engine."""
     bare_environment(tmp_path)
-    (tmp_path / "correction").unlink()
+    shutil.rmtree(tmp_path / "evenkeel")
     zipfile.ZipFile(wheel).extractall(tmp_path)
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + (ROOT / "tests" / "distribution_check.py").read_text().partition(
         "from __future__ import annotations\n"
@@ -113,7 +113,7 @@ def test_installed_alone_it_computes_what_correction_computes(wheel: Path, tmp_p
     done = subprocess.run(command, input=json.dumps(question()[0]), capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = check_same(done.stdout)
-    assert not {"correction", "ray", "sglang", "megatron", "transformers", "actors", "learner", "rollout"} & set(answer["tops"])
+    assert not {"evenkeel", "ray", "sglang", "megatron", "transformers"} & set(answer["tops"])
 
 
 @pytest.mark.slow

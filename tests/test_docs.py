@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from actors.commands.cli import app
-from actors.commands.config_explain import explain_lines
-from actors.config import RunConfig
+from evenkeel.actors.config import RunConfig
+from evenkeel.cli import app
+from evenkeel.explain import explain_lines
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from correction.errors import DataError
-from learner.hf.hf_folder import read_config, side_files
-from rollout.engine.engine import _read_model_config
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.tasks.chat import load_tokenizer
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf.folder import read_config, side_files
+from evenkeel.rollout.engine.engine import _read_model_config
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.tasks.chat import load_tokenizer
 from tests.tiny_models import save_tiny_tokenizer
 
 CODE = """

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.test_layers import imported_from, nodes, statements
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("correction", "rollout", "learner", "actors", "lab", "benchmarks", "docs", "tests")
+FOLDERS = ("correction", "engines", "rollout", "learner", "actors", "evenkeel", "lab", "benchmarks", "docs", "tests")
 
 
 def source_of(module: str) -> Path | None:
@@ -60,12 +60,17 @@ def test_every_import_of_ours_is_there() -> None:
 def test_what_is_missing_is_seen(tmp_path: Path) -> None:
     file = tmp_path / "module.py"
     file.write_text(
-        "import correction.checksum\nfrom correction.errors import ConfigError, Nothing\nfrom correction import errors\n"
-        "def f():\n    from rollout.nowhere import x\n    import torch.nowhere\n"
+        "import evenkeel.correction.checksum\n"
+        "from evenkeel.correction.errors import ConfigError, Nothing\nfrom evenkeel.correction import errors\n"
+        "def f():\n    from evenkeel.rollout.nowhere import x\n    import torch.nowhere\n"
     )
     (tmp_path / "outside.py").write_text("from . import own\n")
     assert list(missing(tmp_path / "outside.py")) == []
-    assert list(missing(file)) == ["line 1: correction.checksum", "line 2: correction.errors.Nothing", "line 5: rollout.nowhere.x"]
+    assert [text.split(": evenkeel.") for text in missing(file)] == [
+        ["line 1", "correction.checksum"],
+        ["line 2", "correction.errors.Nothing"],
+        ["line 5", "rollout.nowhere.x"],
+    ]
 
 
 def uncalled(path: Path) -> Iterator[str]:

@@ -20,7 +20,7 @@ import yaml
 
 from benchmarks.correction_pass import VERL
 from benchmarks.peers import TRL
-from correction import PRESETS, CorrectionConfig, correct, needs_gradient_factor, policy_loss
+from evenkeel.correction import PRESETS, CorrectionConfig, correct, needs_gradient_factor, policy_loss
 from tests.correction.fixtures import random_batch
 
 ROOT = Path(__file__).parents[1]

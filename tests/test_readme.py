@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from correction.presets.methods import PRESETS
+from evenkeel.correction.presets.methods import PRESETS
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.commands.preparation import prepare
-from actors.commands.train_arguments import recipe_of
+from evenkeel.preparation import prepare
+from evenkeel.train_arguments import recipe_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text().split("## A whole recipe")[1].split("\n## ")[0]
 RECIPE, QUESTIONS, REWARD = re.findall(r"```(?:yaml|python|)\n(.*?)```", PAGE, re.DOTALL)

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,20 +21,20 @@ from typing import Any
 import filelock
 import psutil
 import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.cluster.address import NoClusterError, check_ray
-from actors.cluster.head_watch import OwnDaemon
-from actors.cluster.security import have_token, loopback_only, protect_token, require_authentication
-from actors.config import RunConfig
-from actors.processes import interrupts
-from actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
-from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
-from actors.settings.devices import check_gpus_to_come, check_rollout_resource, visible_gpus
-from actors.settings.resolve import asks_for_gpus
-from correction.engines.environment import environment
-from correction.errors import ConfigError, EngineError, counted, one_line
-from rollout.module_path import SAFE_PATH, checkout
+from evenkeel.actors.cluster.head_watch import OwnDaemon
+from evenkeel.actors.config import RayConfig, RunConfig
+from evenkeel.actors.processes import interrupts
+from evenkeel.actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
+from evenkeel.actors.processes.part_heartbeat import CONCURRENCY_GROUPS
+from evenkeel.actors.settings.devices import check_gpus_to_come, check_rollout_resource, visible_gpus
+from evenkeel.actors.settings.resolve import asks_for_gpus
+from evenkeel.correction.errors import ConfigError, EngineError, counted, one_line
+from evenkeel.engines.machine import environment
+from evenkeel.rollout.module_path import SAFE_PATH, checkout
 
 log = logging.getLogger("evenkeel.cluster")
 
@@ -317,3 +318,147 @@ def _own_path_alone() -> ray.job_config.JobConfig:
 
 def _load() -> str:
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
+# Where a run's Ray is to be, checked before anything of Ray is started.
+
+_LONGEST_TEMP_DIR = 40
+"""Bytes. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
+_CONNECT_S = 10.0
+_NAMED = " (from RAY_ADDRESS)"
+
+
+class NoClusterError(ConfigError, EngineError):
+    """Nothing answers at ray.address: a wrong address, or a head that has to be started again."""
+
+
+def check_ray(settings: RayConfig) -> None:
+    """Check what can be checked without starting anything. Raises: ConfigError; NoClusterError, which is one, if no cluster answers."""
+    if settings.address is not None:
+        host, _, port = settings.address.removeprefix("ray://").rpartition(":")
+        if settings.address != "auto" and not (host and port.isdigit()):
+            raise ConfigError(
+                f"ray.address = {settings.address!r}: it is neither HOST:PORT nor auto, which is the cluster that this machine is part of. "
+                "Leave it empty for a private cluster"
+            )
+        _check_answers(settings.address)
+        return
+    given = "ray.temp_dir" if settings.temp_dir else next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "")
+    folder = str(settings.temp_dir.resolve()) if settings.temp_dir else os.path.join(os.environ.get(given, ""), "ray")
+    if (size := len(os.fsencode(folder))) > _LONGEST_TEMP_DIR:
+        where = f"{given} = {folder}" if settings.temp_dir else f"{given} = {os.environ[given]}: Ray's folder is {folder}"
+        raise ConfigError(
+            f"{where}: {size} bytes, but Ray's sockets lie below it and the path of a socket has to stay short",
+            remedy=f"set ray.temp_dir to a path of {_LONGEST_TEMP_DIR} bytes or less, such as /tmp/ray",
+        )
+
+
+def _check_answers(address: str) -> None:
+    """Check that something listens where Ray will look for the cluster, which it finds by itself for `auto`: it would look for 40 s.
+
+    Raises: NoClusterError if nothing listens, or `auto` finds nothing.
+    """
+    place = whence = ""
+    try:
+        place, whence = (address, "") if "://" in address else _where_ray_looks(address)
+        _check_listening(place)
+    except (OSError, UnicodeError) as error:
+        found = f"no Ray cluster answers at {place}{whence}: {error}" if place else "Ray finds no cluster that this machine is part of"
+        remedy = "Set it to HOST:PORT of a cluster's head, start one (deploy/README.md), or leave it empty for a private one"
+        raise NoClusterError(f"ray.address = {address!r}: {found}. {remedy}") from error
+    except ValueError:  # an address of no form that Ray knows, which Ray says itself
+        return
+
+
+def _where_ray_looks(address: str) -> tuple[str, str]:
+    """(host:port, where `auto` has it from, in words). To Ray 127.0.0.1 is the machine's own address, at which private Rays don't listen:
+    one of another run is not joined by accident. Raises: ValueError; ConnectionError if `auto` finds nothing.
+    """
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else ""
+    if "://" in named:
+        return named, _NAMED
+    from ray._private import services
+
+    logging.getLogger("ray").setLevel(logging.ERROR)  # with several Rays to choose from it would warn on the terminal
+    services.find_gcs_addresses.cache_clear()  # type: ignore[attr-defined]
+    place = services.canonicalize_bootstrap_address(address) or ""
+    if address != "auto":
+        return place, ""
+    if named not in ("", "auto"):
+        return place, _NAMED
+    return place, " (as `ray start` noted on this machine)" if services.find_bootstrap_address(None) == place else ""
+
+
+def _check_listening(address: str) -> None:
+    """Raises: OSError if nothing listens at host:port. Of other forms nothing is checked."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):  # [::1]:6379 is an address of IPv6
+            pass
+
+
+# Who may reach a run's Ray: this machine alone if it is private, and who has the token if it is joined (docs/security.md).
+
+_ASKED_S = 60.0
+"""Longest wait for a task that finds out whether the joined cluster asks for a token."""
+_TOKEN = "RAY_AUTH_TOKEN"
+
+
+@contextlib.contextmanager
+def loopback_only() -> Iterator[None]:
+    """Within it, ray.init starts a cluster that listens on 127.0.0.1 alone.
+
+    Ray does so by itself on a Mac, where it supports no clusters of several machines; the variable that turns them on there turns them
+    off here. Left alone, its control service, daemon and every worker listen on all interfaces of a laptop.
+    """
+    enabled, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        with environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+
+
+def have_token() -> None:
+    """Where Ray could neither read its owner's token nor write a new one, as where HOME is / and the user isn't root: a token of this
+    process's, which what it starts inherits."""
+    if not any(name in os.environ for name in (_TOKEN, f"{_TOKEN}_PATH", "RAY_AUTH_MODE")):
+        token = _token_file()
+        there = next(path for path in (token, *token.parents) if os.path.exists(path))
+        if not os.access(there, os.R_OK if there == token else os.W_OK | os.X_OK):
+            os.environ[_TOKEN] = generate_new_authentication_token()
+
+
+def protect_token() -> None:
+    """Let nobody else on this machine read the token by which Ray knows its owner; Ray itself leaves that to the umask."""
+    with contextlib.suppress(OSError):  # there is none: authentication is off, or the token is elsewhere
+        _token_file().chmod(0o600)
+
+
+def _token_file() -> Path:
+    """Where Ray keeps the token if RAY_AUTH_TOKEN_PATH doesn't say otherwise."""
+    return Path(os.path.expanduser("~")) / ".ray" / "auth_token"
+
+
+def require_authentication(settings: RayConfig) -> None:
+    """Ask the cluster that was joined whether it lets everybody in.
+
+    Raises: ConfigError if it does, unless ray.allow_unauthenticated says that this is known.
+    """
+    if settings.allow_unauthenticated:
+        return
+    try:
+        asks_for_token = ray.get(ray.remote(num_cpus=0)(_asks_for_token).remote(), timeout=_ASKED_S)
+    except ray.exceptions.RayError as error:
+        raise EngineError(f"ray.address = {settings.address}: joined, but the first task failed there: {type(error).__name__}") from error
+    if not asks_for_token:
+        raise ConfigError(
+            f"ray.address = {settings.address}: that cluster doesn't ask for a token, so whoever reaches it can run code as you. "
+            "Start it with RAY_AUTH_MODE=token on every node (deploy/README.md), or, if its network is closed, "
+            "set ray.allow_unauthenticated=true"
+        )
+
+
+def _asks_for_token() -> bool:
+    """Whether this worker's cluster asks for a token. Ray's workers get RAY_AUTH_MODE from the daemon of their node."""
+    return os.environ.get("RAY_AUTH_MODE", "disabled").lower() == "token"

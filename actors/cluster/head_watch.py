@@ -25,10 +25,10 @@ from pathlib import Path
 
 import psutil
 
-from actors.processes import interrupts
-from actors.processes.descendants import descendants
-from actors.processes.event_level import Notify
-from correction.errors import signal_name
+from evenkeel.actors.processes import interrupts
+from evenkeel.actors.processes.descendants import descendants
+from evenkeel.actors.processes.event_level import Notify
+from evenkeel.correction.errors import signal_name
 
 _LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray's variable: seconds after which its processes exit; 60 if it isn't set."""

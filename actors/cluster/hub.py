@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from actors.config import RunConfig
-from actors.hub_name import HubName
-from correction.errors import DataError, one_line
-from rollout.config import HuggingFaceTask
+from evenkeel.actors.config import HubName, RunConfig
+from evenkeel.correction.errors import DataError, one_line
+from evenkeel.rollout.config import HuggingFaceTask
 
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """Files of a model: weights, configs, tokenizer, chat template."""

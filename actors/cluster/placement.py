@@ -23,13 +23,12 @@ import ray
 from ray.util.placement_group import NODE_ID_LABEL_KEY, PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.cluster.hub import model_folder
-from actors.config import DeadlinesConfig, RunConfig
-from actors.hub_name import HubName
-from actors.processes.supervision import USUAL_START, wait_for
-from actors.settings.devices import held_by
-from actors.settings.environment import learner_environment
-from learner.config import LearnerConfig
+from evenkeel.actors.cluster.hub import model_folder
+from evenkeel.actors.config import DeadlinesConfig, HubName, RunConfig
+from evenkeel.actors.processes.supervision import USUAL_START, wait_for
+from evenkeel.actors.settings.devices import held_by
+from evenkeel.actors.settings.environment import learner_environment
+from evenkeel.learner.config import LearnerConfig
 
 log = logging.getLogger("evenkeel")
 T = TypeVar("T")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from actors.config import EarlyWarningConfig
-from actors.processes.event_level import EventLevel
-from actors.state.resume import Replacement
-from correction.config import CorrectionConfig
-from correction.early_warning.monitor import SYMPTOMS, Event, State
-from correction.early_warning.replacement import breaks_at_an_alarm
+from evenkeel.actors.checkpoints.state import Replacement
+from evenkeel.actors.config import EarlyWarningConfig
+from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.early_warning.monitor import SYMPTOMS, Event, State
+from evenkeel.correction.early_warning.replacement import breaks_at_an_alarm
 
 _NOT_EASED_BY_BOUNDS = {symptom.name for symptom in SYMPTOMS if not symptom.is_eased_by_bounds}
 

@@ -17,15 +17,15 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from actors.carriers import PackedGroups, PreparedBatch, StoredGroup
-from actors.config import RunConfig
-from actors.groups.book import GroupBook
-from actors.groups.changes import Changes
-from actors.processes.supervision import abandon, has_failed
-from actors.ranks.learner_group import LearnerGroup
-from correction.config import CorrectionConfig
-from correction.errors import ActorLost, EvenkeelError
-from correction.settings.schedule import needs_reference_logprobs
+from evenkeel.actors.carriers import PackedGroups, PreparedBatch, StoredGroup
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.groups.book import GroupBook
+from evenkeel.actors.groups.changes import Changes
+from evenkeel.actors.processes.supervision import abandon, has_failed
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.errors import ActorLost, EvenkeelError
+from evenkeel.correction.settings.schedule import needs_reference_logprobs
 
 _MOST_LOSSES = 3
 """When the tokens of one group have been lost this many times, the run goes back to its last checkpoint; two losses may be lost nodes.

@@ -9,45 +9,53 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import signal
 import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from actors.carriers import Observation, PreparedBatch
-from actors.checkpoints.checkpoint_writer import CheckpointWriter
-from actors.cluster.hub import outline_folder
-from actors.cluster.placement import reserve, still_there
-from actors.config import RunConfig
-from actors.driver.alarms import AlarmResponse
-from actors.driver.batch_source import BatchSource
-from actors.driver.empty_steps import EmptySteps
-from actors.driver.evaluation import Evaluations
-from actors.driver.learning_watch import LearningWatch, refuse_unscored
-from actors.driver.lost_parts import Lost, lost_among, raise_when_lost
-from actors.driver.parts import StartingPoint, make_sync, start_learner, worker_settings
-from actors.driver.rollback import Rollbacks, end_parts, what_goes_on, what_is_done_again, what_is_lost
-from actors.driver.run_summary import RunSummary
-from actors.driver.shutdown_signals import ShutdownSignals
-from actors.driver.step_reporter import StepReporter
-from actors.driver.step_under_way import StepUnderWay
-from actors.metrics.held_out import Evaluation
-from actors.pool.elastic import first_workers
-from actors.pool.pool import RolloutPool
-from actors.processes import interrupts
-from actors.processes.stopwatch import Stopwatch
-from actors.processes.supervision import done_or_reported, kill, unless_failed, unless_set, wait_for
-from actors.ranks.learner_group import LearnerGroup
-from actors.record.disk_waits import ByDisk, by_disk
-from actors.record.observer import Observer
-from actors.record.run_event import EventKind
-from actors.record.run_folder import Checkpoint, RunFolder
-from actors.settings.true_on_policy import check_batch
-from actors.state.resume import TrainingState
-from correction.errors import EvenkeelError, counted
-from rollout.tasks.tasks import Task
-from rollout.trajectory import SyncReceipt
+from evenkeel.actors.carriers import Observation, PreparedBatch
+from evenkeel.actors.checkpoints.state import TrainingState
+from evenkeel.actors.checkpoints.writer import CheckpointWriter
+from evenkeel.actors.cluster.hub import outline_folder
+from evenkeel.actors.cluster.placement import reserve, still_there
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.driver.alarms import AlarmResponse
+from evenkeel.actors.driver.batches import BatchSource
+from evenkeel.actors.driver.evaluation import Evaluations
+from evenkeel.actors.driver.lost_parts import Lost, lost_among, raise_when_lost
+from evenkeel.actors.driver.no_learning import LearningWatch, refuse_unscored
+from evenkeel.actors.driver.parts import StartingPoint, make_sync, start_learner, worker_settings
+from evenkeel.actors.driver.recovery import Rollbacks, end_parts, what_goes_on, what_is_done_again, what_is_lost
+from evenkeel.actors.driver.shutdown_signals import ShutdownSignals
+from evenkeel.actors.metrics.held_out import Evaluation
+from evenkeel.actors.pool.elastic import first_workers
+from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.actors.processes import interrupts
+from evenkeel.actors.processes.daemon_threads import DaemonThreads
+from evenkeel.actors.processes.driver_heartbeat import beating
+from evenkeel.actors.processes.event_level import Notify
+from evenkeel.actors.processes.stopwatch import Stopwatch
+from evenkeel.actors.processes.supervision import abandon, argument_gone, done_or_reported, kill, unless_failed, unless_set, wait_for
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.actors.record.disk_waits import ByDisk, by_disk
+from evenkeel.actors.record.finished_step import FinishedStep
+from evenkeel.actors.record.observer import Observer
+from evenkeel.actors.record.run_event import EventKind
+from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
+from evenkeel.actors.record.step_writer import StepWriter
+from evenkeel.actors.settings.true_on_policy import check_batch
+from evenkeel.correction.errors import DataError, EvenkeelError, StepAborted, counted
+from evenkeel.rollout.tasks.tasks import Task
+from evenkeel.rollout.trajectory import FinishReason, SyncReceipt
+
+if TYPE_CHECKING:
+    from evenkeel.learner.results import StepResult
+
 
 _BATCH_IS_LATE_S = 0.1  # the last step is reported while the learner waits for a batch, if it waits longer than that
 _END_S = 30.0  # for each of the things that are still to be done when a run ends
@@ -413,3 +421,194 @@ class Controller:
                 with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
                     await wait_for(getattr(one, how)(), f"end of {part.strip('_')}", deadline_s=_END_S)
         kill(*self._parts.values())
+
+
+# Steps whose batch had no token left to train on: each is reported, and too many in a row end the run.
+#
+# Such a step is a skipped one: the weights stay, the version grows, its groups count as trained. A batch whose answers are all right or all
+# wrong is another matter: it has no gradient either, but the next one may.
+
+_BEYOND_STALENESS = 3
+"""Number of skipped steps in a row that are allowed beyond max_staleness."""
+
+
+class EmptySteps:
+    """Counts the steps in a row from which nothing was learned."""
+
+    def __init__(self, max_staleness: int, notify: Notify) -> None:
+        """Args: notify: takes an event's level and text."""
+        # A skipped step leaves the weights as they are. After max_staleness of them all tokens are of the present weights: rejection will
+        # repeat.
+        self._most, self._notify = max_staleness + _BEYOND_STALENESS, notify
+        self._in_a_row = 0
+
+    def note(self, step: int, batch: PreparedBatch, result: StepResult) -> None:
+        """Count a step. Raises: DataError if too many in a row had nothing to train on."""
+        reason = _why_nothing_was_left(batch, result)
+        self._in_a_row = self._in_a_row + 1 if reason else 0
+        if not reason:
+            return
+        if self._in_a_row >= self._most:
+            raise DataError(f"nothing was learned in {self._most} steps in a row, up to step {step}: {reason}")
+        self._notify("warning", f"step {step} is skipped ({self._in_a_row} of {self._most} in a row end the run): {reason}")
+
+
+def _why_nothing_was_left(batch: PreparedBatch, result: StepResult) -> str:
+    """The reason in a sentence; empty if there was a token to train on."""
+    if result.trained_tokens == 0:
+        answers = [answer for group in batch.groups for answer in group.valid]
+        cut = sum(answer.finish_reason is FinishReason.LENGTH for answer in answers)
+        return (
+            f"{cut} of its {len(answers)} answers were cut at rollout.sampling.max_tokens, and the others are empty; rollout.overlong "
+            "leaves cut ones out. Raise max_tokens, or set rollout.overlong.kind to train or penalise"
+        )
+    if result.kept_tokens == 0:
+        return (
+            f"the correction rejected all {result.trained_tokens} tokens of its batch: the bounds of correction.rejection or "
+            "correction.veto are narrower than the difference of sampled and trained logprobs. Widen them, or see in the report how large "
+            "it is"
+        )
+    return ""
+
+
+# The step that the learner is training, as a task, while the loop does other things.
+
+class StepUnderWay:
+    """A step from the moment in which the learner gets its batch until ledger and book have recorded it."""
+
+    def __init__(self, batch: PreparedBatch, learn: Callable[[PreparedBatch], Coroutine[Any, Any, Any]]) -> None:
+        """Args: learn: trains on the batch, and returns the learner's result; it goes on if the service dies meanwhile."""
+        self.batch = batch
+        self._learning = asyncio.create_task(learn(batch))
+
+    @property
+    def has_lost_its_batch(self) -> bool:
+        """Whether no rank has begun with it, because the batch was gone with the service."""
+        return self._learning.done() and not self._learning.cancelled() and bool(argument_gone(self._learning.exception() or Exception()))
+
+    async def result(self) -> Any:
+        """Wait for the learner's result; None if the step was aborted. Raises: the error that the step failed with."""
+        await asyncio.wait({self._learning})
+        return None if self._is_aborted else self._learning.result()
+
+    def drop(self) -> None:
+        """Cancel the wait for the step; its result or error is dropped."""
+        abandon(self._learning)
+
+    @property
+    def _is_aborted(self) -> bool:
+        return not self._learning.cancelled() and isinstance(self._learning.exception(), StepAborted)
+
+
+# Reports finished steps during the next one, so that neither the learner nor the loop waits for their lines to be written.
+
+T = TypeVar("T")
+
+
+class StepReporter:
+    """Holds the last finished step until there is time to report it: while the next one is waited for or trained, or at a flush."""
+
+    def __init__(self, writer: StepWriter, *, service: Callable[[], Any], on_observed: Callable[[Observation], None]) -> None:
+        """Args:
+        service: the present correction service, which diagnoses the steps; it may be replaced.
+        on_observed: called with a step's Observation when it is ready; that may be after the next step has begun.
+        """
+        self._writer, self._service, self._on_observed = writer, service, on_observed
+        self._unreported: FinishedStep | None = None
+
+    def end_step(self, finished: Callable[[], FinishedStep]) -> None:
+        """Keep the step that ends now; report the one before, if that has not been done. Args: finished: Observer.end_step."""
+        self._report()
+        self._unreported = finished()
+
+    async def report_during(self, work: Awaitable[T], *, after_s: float) -> T:
+        """The result of `work`. If it takes longer than `after_s`, the last step is reported meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task}, timeout=after_s)
+            if not task.done():
+                self._report()
+            return await task
+        finally:
+            task.cancel()
+
+    async def flush(self) -> None:
+        """Have the lines of all finished steps written."""
+        self._report()
+        await self._writer.flush()
+
+    def stop_waiting(self) -> None:
+        """As StepWriter's."""
+        self._writer.stop_waiting()
+
+    def abandon(self) -> None:
+        """As StepWriter's."""
+        self._writer.abandon()
+
+    def _report(self) -> None:
+        step, self._unreported = self._unreported, None
+        if step is not None:
+            self._writer.report(step, asyncio.ensure_future(self._observed(step)))
+
+    def _observed(self, step: FinishedStep) -> Awaitable[Observation | None]:
+        """Diagnostics of a step's batch, to be awaited. The service is called now, because it holds the batch for only one more step."""
+        reference = self._service().observe.remote(step.number, step.batch.version, step.result)
+
+        async def reported() -> Observation | None:
+            observation: Observation | None = await reference
+            if observation is not None:
+                self._on_observed(observation)
+            return observation
+
+        return reported()
+
+
+# How a run ended, for the command line.
+
+ENDED_BY_ALARM = 3
+"""Exit code of a run that was ended with a checkpoint by monitor.on_alarm = stop, or because dynamic sampling found too few groups; 1 and
+2 are errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended."""
+
+    steps: int
+    before: Evaluation | None
+    after: Evaluation | None
+    seconds: float
+    stopped_early: bool
+    alarm: str = ""
+    """Why the monitor, or a want of groups, ended it; empty: neither did."""
+    ended_by: int | None = None
+    """The signal that ended it before its last step."""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of `evenkeel train`, whose --help lists them."""
+        if self.alarm:
+            return ENDED_BY_ALARM
+        return 0 if self.ended_by in (None, signal.SIGINT) else interrupts.exit_code(self.ended_by)
+
+
+# Runs the controller in an event loop: with threads that can't keep the process alive, and signs of life for whoever watches it.
+
+def run_controller(controller: Controller, *, silence_s: float) -> RunSummary:
+    """The run, to its end. Args: silence_s: after so long without a sign of life it counts as hung.
+
+    Raises: Interrupted if a signal has ended it at once.
+    """
+    try:
+        return asyncio.run(_run_with_daemon_threads(controller, silence_s))
+    except asyncio.CancelledError:
+        if controller.ended_by is None:
+            raise
+        raise interrupts.Interrupted(controller.ended_by) from None
+
+
+async def _run_with_daemon_threads(controller: Controller, silence_s: float) -> RunSummary:
+    """Run with threads that don't keep the process alive if they hang, on its disk above all."""
+    asyncio.get_running_loop().set_default_executor(DaemonThreads())
+    with beating(silence_s):
+        return await controller.run()

@@ -15,15 +15,15 @@ from typing import Protocol
 
 from ray.exceptions import RayError
 
-from actors.config import DeadlinesConfig, EvaluationConfig
-from actors.metrics.held_out import UNKNOWN, Evaluation, Proportion, pass_at, share_over_questions
-from actors.part_carriers import WaitNotice
-from actors.processes.event_level import EventLevel
-from actors.processes.supervision import abandon, wait_for
-from actors.weights.weight_sync import WeightSync
-from correction.errors import DeadlineExceeded, EvenkeelError, counted
-from rollout.config import AnswerSampling
-from rollout.trajectory import Prompt, Trajectory
+from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.config import DeadlinesConfig, EvaluationConfig
+from evenkeel.actors.metrics.held_out import UNKNOWN, Evaluation, Proportion, pass_at, share_over_questions
+from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.actors.processes.supervision import abandon, wait_for
+from evenkeel.actors.weights.weight_sync import WeightSync
+from evenkeel.correction.errors import DeadlineExceeded, EvenkeelError, counted
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import Prompt, Trajectory
 
 
 class Answerer(Protocol):

@@ -21,11 +21,11 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from actors.driver.parts import SERVICE
-from actors.processes.event_level import Notify
-from actors.processes.part_heartbeat import TakeReport, raise_when_silent
-from actors.processes.supervision import argument_gone, call_with_retries, first_error, kill, no_room, unless_failed
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, RankFailed
+from evenkeel.actors.driver.parts import SERVICE
+from evenkeel.actors.processes.event_level import Notify
+from evenkeel.actors.processes.part_heartbeat import TakeReport, raise_when_silent
+from evenkeel.actors.processes.supervision import argument_gone, call_with_retries, first_error, kill, no_room, unless_failed
+from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, RankFailed
 
 T = TypeVar("T")
 _LOOK_S = 1.0

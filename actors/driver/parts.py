@@ -10,22 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.cluster.cluster import lower_priority, on_drivers_node
-from actors.cluster.placement import RankPlaces, fetch_where_ranks_are
-from actors.config import RunConfig
-from actors.hub_name import absolute
-from actors.part_carriers import ActorInfo, WorkerSettings
-from actors.pool.pool import RolloutPool
-from actors.ranks.learner_group import LearnerGroup
-from actors.record.observer import Observer
-from actors.record.run_folder import Checkpoint
-from actors.service.correction_service import CorrectionService
-from actors.settings.deadlines import bucket_s, weights_fetch_s
-from actors.settings.environment import OF_SERVICE, worker_environment
-from actors.state.resume import Replacement, TrainingState
-from actors.weights.weight_sync import SyncCallbacks, WeightSync
-from correction.settings.schedule import needs_topk
-from rollout.trajectory import Prompt, SyncReceipt
+from evenkeel.actors.carriers import ActorInfo, WorkerSettings
+from evenkeel.actors.checkpoints.state import Replacement, TrainingState
+from evenkeel.actors.cluster.cluster import lower_priority, on_drivers_node
+from evenkeel.actors.cluster.placement import RankPlaces, fetch_where_ranks_are
+from evenkeel.actors.config import RunConfig, absolute
+from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.actors.record.observer import Observer
+from evenkeel.actors.record.run_folder import Checkpoint
+from evenkeel.actors.service.correction_service import CorrectionService
+from evenkeel.actors.settings.deadlines import bucket_s, weights_fetch_s
+from evenkeel.actors.settings.environment import OF_SERVICE, worker_environment
+from evenkeel.actors.weights.weight_sync import SyncCallbacks, WeightSync
+from evenkeel.correction.settings.schedule import needs_topk
+from evenkeel.rollout.trajectory import Prompt, SyncReceipt
 
 SERVICE = "correction service"
 """The part that can be replaced, as the driver knows all that it holds. The others are the learner's ranks."""

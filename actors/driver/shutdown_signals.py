@@ -8,8 +8,8 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from actors.processes import interrupts
-from actors.processes.supervision import abandon
+from evenkeel.actors.processes import interrupts
+from evenkeel.actors.processes.supervision import abandon
 
 T = TypeVar("T")
 

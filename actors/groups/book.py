@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket, discarded_as
-from actors.groups.delays import GroupDelays
-from actors.state.queue_snapshot import BookContents, QueueSnapshot
-from correction.errors import LedgerError
-from rollout.trajectory import GroupFacts, Prompt
+from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket, discarded_as
+from evenkeel.actors.groups.delays import GroupDelays
+from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.correction.errors import LedgerError
+from evenkeel.rollout.trajectory import GroupFacts, Prompt
 
 
 class GroupState(StrEnum):

@@ -9,7 +9,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
-from rollout.trajectory import GroupFacts
+from evenkeel.rollout.trajectory import GroupFacts
 
 ADMISSION, CALL, HANDOVER = "time/admission_s", "time/call_s", "wait/handover_s"
 

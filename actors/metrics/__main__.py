@@ -1,5 +1,5 @@
 """Prints the page of all metrics: python -m actors.metrics > docs/metrics.md"""
 
-from actors.metrics.step_metrics import markdown
+from evenkeel.actors.metrics.step_metrics import markdown
 
 print(markdown(), end="")

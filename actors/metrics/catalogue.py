@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from actors.carriers import ScalingCause
-from actors.metrics.kinds import Metric, Reduction
-from actors.metrics.kinds import by_k as _by_k
-from actors.metrics.kinds import by_worker as _by_worker
-from actors.metrics.kinds import counter as _counter
-from actors.metrics.kinds import gauge as _gauge
-from actors.metrics.kinds import gauge_of as _of
-from actors.metrics.kinds import histogram as _histogram
-from actors.metrics.kinds import score as _score
-from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
-from correction.early_warning.monitor import SYMPTOMS, State
-from learner.results import ParameterGroup, SkipReason
+from evenkeel.actors.carriers import ScalingCause
+from evenkeel.actors.metrics.kinds import Metric, Reduction
+from evenkeel.actors.metrics.kinds import by_k as _by_k
+from evenkeel.actors.metrics.kinds import by_worker as _by_worker
+from evenkeel.actors.metrics.kinds import counter as _counter
+from evenkeel.actors.metrics.kinds import gauge as _gauge
+from evenkeel.actors.metrics.kinds import gauge_of as _of
+from evenkeel.actors.metrics.kinds import histogram as _histogram
+from evenkeel.actors.metrics.kinds import score as _score
+from evenkeel.correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, Quantity, Unit
+from evenkeel.correction.early_warning.monitor import SYMPTOMS, State
+from evenkeel.learner.results import ParameterGroup, SkipReason
 
 _U, _R = Unit, Reduction
 SKIPPED = "learner/skipped_updates/"

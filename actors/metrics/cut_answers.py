@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout.trajectory import FinishReason, Trajectory
+from evenkeel.rollout.trajectory import FinishReason, Trajectory
 
 NEARLY_ALL = 0.9
 """Share of answers from which something is said. A small chat model with answers of 256 tokens has 40 to 75 % cut, and learns."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
-from actors.part_carriers import ActorInfo
+from evenkeel.actors.carriers import ActorInfo
+from evenkeel.actors.metrics.exporter import DiscoveryServer, MetricsEndpoint, listen_address
 
 
 class DriverEndpoint:

@@ -20,9 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as PrometheusFamily
 from prometheus_client.registry import Collector
 
-from actors.metrics.kinds import Kind, Metric
-from actors.metrics.step_metrics import lookup, member
-from correction.errors import ConfigError
+from evenkeel.actors.metrics.kinds import Kind, Metric
+from evenkeel.actors.metrics.step_metrics import lookup, member
+from evenkeel.correction.errors import ConfigError
 
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 

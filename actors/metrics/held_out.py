@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, pvariance
 
-from actors.metrics.step_metrics import with_interval
-from correction.errors import counted
-from rollout.trajectory import FinishReason, Prompt, Trajectory
+from evenkeel.actors.metrics.step_metrics import with_interval
+from evenkeel.correction.errors import counted
+from evenkeel.rollout.trajectory import FinishReason, Prompt, Trajectory
 
 
 @dataclass(frozen=True, slots=True)

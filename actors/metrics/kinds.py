@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from correction.diagnostics.quantities import NUMBER, Quantity, Unit
+from evenkeel.correction.diagnostics.quantities import NUMBER, Quantity, Unit
 
 
 class Kind(StrEnum):

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from actors.carriers import DiscardReason
-from actors.metrics.catalogue import CATALOGUE
-from actors.metrics.kinds import Kind, Metric
-from actors.metrics.step_number import step_of
-from correction.errors import EvenkeelError
+from evenkeel.actors.carriers import DiscardReason
+from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.metrics.kinds import Kind, Metric
+from evenkeel.actors.metrics.step_number import step_of
+from evenkeel.correction.errors import EvenkeelError
 
 DISCARD_COUNTERS = {
     DiscardReason.INVALID: "groups/invalid_total",
@@ -190,7 +190,7 @@ def markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "Every number that a run shows, generated from `actors/metrics/catalogue.py` by `python -m actors.metrics > docs/metrics.md`.",
+        "Every number that a run shows, generated from `actors/metrics/catalogue.py` (`make docs`).",
         "In metrics.jsonl, TensorBoard and Weights & Biases a metric has the name on the left; Prometheus has the one below it.",
         "A name that ends in `<...>` is a family. A number that a step doesn't have is absent: it is neither 0 nor NaN.",
         "The column `over ranks` is how one value was made of those of several ranks or workers; a mean is weighted by what each counted.",

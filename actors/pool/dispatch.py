@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from actors.carriers import BegunTicket, Ticket
-from actors.settings.evaluation_places import EVALUATION_SHARE, evaluation_answers_at_once
-from rollout.config import AnswerSampling
-from rollout.trajectory import Prompt, Trajectory, UnfinishedGroup
+from evenkeel.actors.carriers import BegunTicket, Ticket
+from evenkeel.actors.settings.evaluation_places import EVALUATION_SHARE, evaluation_answers_at_once
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import Prompt, Trajectory, UnfinishedGroup
 
 
 class PoolWorker(Protocol):

@@ -14,10 +14,10 @@ from contextlib import suppress
 
 from ray.exceptions import RayError
 
-from actors.pool.pool_tasks import PoolTasks
-from actors.pool.workers import STOP_S, PoolObserver, WorkerHandle, WorkerState
-from actors.processes.supervision import kill, unwrapped, wait_for
-from correction.errors import DeadlineExceeded, EvenkeelError, counted
+from evenkeel.actors.pool.pool_tasks import PoolTasks
+from evenkeel.actors.pool.workers import STOP_S, PoolObserver, WorkerHandle, WorkerState
+from evenkeel.actors.processes.supervision import kill, unwrapped, wait_for
+from evenkeel.correction.errors import DeadlineExceeded, EvenkeelError, counted
 
 log = logging.getLogger("evenkeel.pool")
 _LEAST_HAND_BACK_S = 10.0

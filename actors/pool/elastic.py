@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from actors.pool.scaling import PoolLimits, ScalingDecision, ScalingRule, StepLoad, fed_by_admission, workers_wait
-from actors.processes.stopwatch import Phase
-from rollout.config import RolloutConfig
-from rollout.trajectory import WorkerLoad
+from evenkeel.actors.pool.scaling import PoolLimits, ScalingDecision, ScalingRule, StepLoad, fed_by_admission, workers_wait
+from evenkeel.actors.processes.stopwatch import Phase
+from evenkeel.rollout.config import RolloutConfig
+from evenkeel.rollout.trajectory import WorkerLoad
 
 
 class Resizable(Protocol):

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from actors.pool.dispatch import Questions
-from actors.pool.faults import MAX_ENGINE_LOSSES
-from actors.pool.membership import Membership
-from actors.pool.workers import WorkerHandle
-from actors.settings.evaluation_places import questions_of_a_call
-from correction.errors import ActorUnavailable, EngineDirty, EngineError, EvenkeelError
-from rollout.config import AnswerSampling
-from rollout.trajectory import Prompt, Trajectory
+from evenkeel.actors.pool.dispatch import Questions
+from evenkeel.actors.pool.faults import MAX_ENGINE_LOSSES
+from evenkeel.actors.pool.membership import Membership
+from evenkeel.actors.pool.workers import WorkerHandle
+from evenkeel.actors.settings.evaluation_places import questions_of_a_call
+from evenkeel.correction.errors import ActorUnavailable, EngineDirty, EngineError, EvenkeelError
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import Prompt, Trajectory
 
 
 class EvaluationAnswers:

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from actors.processes.doubled_pause import doubled_pause_s
-from actors.settings.deadlines import REPLACEMENT_PAUSE_S
-from correction.errors import EngineError, RequestError, counted
+from evenkeel.actors.processes.doubled_pause import doubled_pause_s
+from evenkeel.actors.settings.deadlines import REPLACEMENT_PAUSE_S
+from evenkeel.correction.errors import EngineError, RequestError, counted
 
 WINDOW_S = 3600.0
 """Seconds after which a loss no longer counts."""

@@ -16,23 +16,23 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from actors.config import DeadlinesConfig
-from actors.part_carriers import WorkerSettings
-from actors.pool import preemption, workers
-from actors.pool.draining import WorkerDrainer, first_to_leave
-from actors.pool.elastic import Elastic
-from actors.pool.faults import WorkerLosses
-from actors.pool.pool_tasks import PoolTasks
-from actors.pool.scoring import UnscoredStarts
-from actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
-from actors.processes.call_throttle import CallThrottle
-from actors.processes.stopwatch import Phase
-from actors.processes.supervision import AGAIN_S, kill, unwrapped, wait_for
-from actors.settings.deadlines import group_s
-from actors.weights.weight_sync import WeightSync
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, EvenkeelError, RequestError, counted
-from rollout.rewards.rewards import RewardError
-from rollout.trajectory import WorkerLoad
+from evenkeel.actors.carriers import WorkerSettings
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.pool import preemption, workers
+from evenkeel.actors.pool.draining import WorkerDrainer, first_to_leave
+from evenkeel.actors.pool.elastic import Elastic
+from evenkeel.actors.pool.faults import WorkerLosses
+from evenkeel.actors.pool.pool_tasks import PoolTasks
+from evenkeel.actors.pool.scoring import UnscoredStarts
+from evenkeel.actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
+from evenkeel.actors.processes.call_throttle import CallThrottle
+from evenkeel.actors.processes.stopwatch import Phase
+from evenkeel.actors.processes.supervision import AGAIN_S, kill, unwrapped, wait_for
+from evenkeel.actors.settings.deadlines import group_s
+from evenkeel.actors.weights.weight_sync import WeightSync
+from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, EvenkeelError, RequestError, counted
+from evenkeel.rollout.rewards.rewards import RewardError
+from evenkeel.rollout.trajectory import WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")
 _STARTS = 3
@@ -90,7 +90,7 @@ class Membership:
         self._draining: dict[str, float | None] = {}
         """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Until they are gone."""
         self.generation = 0
-        """Of the run, see actors/driver/rollback.py."""
+        """Of the run, see actors/driver/recovery.py."""
         self.throttle = CallThrottle()
 
     # -- workers -----------------------------------------------------------------------------------------------------

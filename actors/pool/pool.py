@@ -13,29 +13,37 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from actors.carriers import DiscardReason, GroupFailure, StoredGroup, Ticket
-from actors.config import DeadlinesConfig
-from actors.groups.book import GroupBook
-from actors.groups.changes import Changes
-from actors.part_carriers import WorkerSettings
-from actors.pool import workers
-from actors.pool.dispatch import Questions, WaitingWork, continuing
-from actors.pool.evaluation_answers import EvaluationAnswers
-from actors.pool.faults import ATTEMPTS, FEWEST_FAILED, WINDOW_S, GroupOutcomes
-from actors.pool.membership import Membership, MembershipCallbacks
-from actors.pool.pool_tasks import PoolTasks
-from actors.pool.rollout_worker import GroupOutcome
-from actors.pool.scoring import Scoring
-from actors.pool.workers import PoolObserver, WorkerHandle
-from actors.processes.stopwatch import Phase
-from actors.processes.supervision import call_until_answered, call_with_retries, unless_failed, wait_for
-from actors.queue.payloads import disregard, to_hand_on
-from actors.settings.deadlines import ANSWER_S, group_s
-from actors.settings.evaluation_places import evaluation_answers_at_once
-from actors.weights.weight_sync import SyncTarget, WeightSync
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, counted
-from rollout.config import AnswerSampling
-from rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup
+from evenkeel.actors.carriers import DiscardReason, GroupFailure, StoredGroup, Ticket, WorkerSettings
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.groups.book import GroupBook
+from evenkeel.actors.groups.changes import Changes
+from evenkeel.actors.groups.tokens import disregard, to_hand_on
+from evenkeel.actors.pool import workers
+from evenkeel.actors.pool.dispatch import Questions, WaitingWork, continuing
+from evenkeel.actors.pool.evaluation_answers import EvaluationAnswers
+from evenkeel.actors.pool.faults import ATTEMPTS, FEWEST_FAILED, WINDOW_S, GroupOutcomes
+from evenkeel.actors.pool.membership import Membership, MembershipCallbacks
+from evenkeel.actors.pool.pool_tasks import PoolTasks
+from evenkeel.actors.pool.rollout_worker import GroupOutcome
+from evenkeel.actors.pool.scoring import Scoring
+from evenkeel.actors.pool.workers import PoolObserver, WorkerHandle
+from evenkeel.actors.processes.stopwatch import Phase
+from evenkeel.actors.processes.supervision import call_until_answered, call_with_retries, unless_failed, wait_for
+from evenkeel.actors.settings.deadlines import ANSWER_S, group_s
+from evenkeel.actors.settings.evaluation_places import evaluation_answers_at_once
+from evenkeel.actors.weights.weight_sync import SyncTarget, WeightSync
+from evenkeel.correction.errors import (
+    ActorLost,
+    ActorUnavailable,
+    DeadlineExceeded,
+    EngineDirty,
+    EngineError,
+    EvenkeelError,
+    LateError,
+    counted,
+)
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup
 
 log = logging.getLogger("evenkeel.pool")
 _MAX_RESYNCS = 3

@@ -14,25 +14,31 @@ from typing import Any, TypeVar
 import psutil
 import ray
 
-from actors.carriers import BegunTicket, GroupFailure, Ticket, WeightChecksums
-from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
-from actors.part_carriers import ActorInfo, WorkerSettings
-from actors.pool.preemption import EndNotice
-from actors.queue import payloads
-from actors.settings.devices import check_received
-from correction.engines.checksum import compare_checksums, digest_of
-from correction.engines.rendezvous import keep_nccl_on
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LateError, RequestError, SyncError
-from rollout.config import AnswerSampling
-from rollout.continuation import unanswered, unsampled
-from rollout.engine.engine import in_answer_thread
-from rollout.engine.temporary_files import own_folder, remove
-from rollout.engine.weight_transfer import require_checksums
-from rollout.sampler import Sampler
-from rollout.stacks import register_stack_dump
-from rollout.trajectory import GroupFacts, Prompt, SyncReceipt, Trajectory, UnfinishedGroup, WorkerLoad
+from evenkeel.actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket, WeightChecksums, WorkerSettings
+from evenkeel.actors.groups import tokens as payloads
+from evenkeel.actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
+from evenkeel.actors.pool.preemption import EndNotice
+from evenkeel.actors.settings.devices import check_received
+from evenkeel.correction.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineDirty,
+    EngineError,
+    EvenkeelError,
+    LateError,
+    RequestError,
+    SyncError,
+)
+from evenkeel.engines.rendezvous import keep_nccl_on
+from evenkeel.engines.weights import WeightBucket, WeightSpec, compare_checksums, digest_of
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.continuation import unanswered, unsampled
+from evenkeel.rollout.engine.engine import in_answer_thread
+from evenkeel.rollout.engine.temporary_files import own_folder, remove
+from evenkeel.rollout.engine.weight_transfer import require_checksums
+from evenkeel.rollout.sampler import Sampler
+from evenkeel.rollout.stacks import register_stack_dump
+from evenkeel.rollout.trajectory import GroupFacts, Prompt, SyncReceipt, Trajectory, UnfinishedGroup, WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")
 T = TypeVar("T")

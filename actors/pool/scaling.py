@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from actors.carriers import ScalingCause
-from correction.errors import counted
-from rollout.trajectory import WorkerLoad
+from evenkeel.actors.carriers import ScalingCause
+from evenkeel.correction.errors import counted
+from evenkeel.rollout.trajectory import WorkerLoad
 
 LEARNER_WAITS = 0.15
 """The learner waits for data if it does so for more than this share of its time; a part of that is hand-over, which workers can't mend."""

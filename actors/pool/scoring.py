@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from actors.pool.faults import LatestGroups
-from actors.processes.doubled_pause import doubled_pause_s
-from actors.processes.event_level import Notify
-from correction.errors import RequestError, counted
-from rollout.config import FunctionReward, RewardConfig
-from rollout.trajectory import LEAST_VALID, FailureKind, GroupFacts
+from evenkeel.actors.pool.faults import LatestGroups
+from evenkeel.actors.processes.doubled_pause import doubled_pause_s
+from evenkeel.actors.processes.event_level import Notify
+from evenkeel.correction.errors import RequestError, counted
+from evenkeel.rollout.config import FunctionReward, RewardConfig
+from evenkeel.rollout.trajectory import LEAST_VALID, FailureKind, GroupFacts
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 PATIENCE_S = 1800.0

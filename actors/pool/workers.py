@@ -22,20 +22,19 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-from actors.carriers import Ticket
-from actors.cluster.cluster import lower_priority
-from actors.config import DeadlinesConfig
-from actors.part_carriers import ActorInfo, WaitNotice, WorkerSettings
-from actors.pool.rollout_worker import RolloutWorker
-from actors.pool.scaling import ScalingDecision
-from actors.processes.call_throttle import CallThrottle
-from actors.processes.event_level import EventLevel
-from actors.processes.silence import until_silent
-from actors.processes.supervision import USUAL_START, call_with_retries, kill, unwrapped, wait_for
-from actors.weights.weight_sync import SyncTarget
-from correction.errors import EvenkeelError
-from rollout.engine.heartbeat import MISSES
-from rollout.trajectory import GroupFacts, UnfinishedGroup, WorkerLoad
+from evenkeel.actors.carriers import ActorInfo, Ticket, WaitNotice, WorkerSettings
+from evenkeel.actors.cluster.cluster import lower_priority
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.pool.rollout_worker import RolloutWorker
+from evenkeel.actors.pool.scaling import ScalingDecision
+from evenkeel.actors.processes.call_throttle import CallThrottle
+from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.actors.processes.silence import until_silent
+from evenkeel.actors.processes.supervision import USUAL_START, call_with_retries, kill, unwrapped, wait_for
+from evenkeel.actors.weights.weight_sync import SyncTarget
+from evenkeel.correction.errors import EvenkeelError
+from evenkeel.rollout.engine.heartbeat import MISSES
+from evenkeel.rollout.trajectory import GroupFacts, UnfinishedGroup, WorkerLoad
 
 _LOAD_S = 5.0
 _RECEIPT_S = 1.0
@@ -101,7 +100,7 @@ class WorkerHandle:
         return f"rollout worker {self.name}" + (f" on node {node[:8]}" if node else "")
 
     def follow(self, generation: int) -> None:
-        """Have it abort all work, and count it as without weights; see actors/driver/rollback.py."""
+        """Have it abort all work, and count it as without weights; see actors/driver/recovery.py."""
         if generation:
             self.sync = SyncTarget(self.name, self.actor, node=self.sync.node)
             self.actor.follow.remote(generation)

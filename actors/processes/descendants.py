@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from rollout.parent_death import adopt_orphans
+from evenkeel.rollout.parent_death import adopt_orphans
 
 if TYPE_CHECKING:
     import psutil

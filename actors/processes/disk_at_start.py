@@ -8,11 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeVar
 
-from actors.config import DeadlinesConfig
-from actors.part_carriers import WaitNotice
-from actors.processes.daemon_threads import DaemonThreads
-from actors.processes.output import put
-from correction.errors import DeadlineExceeded
+from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.processes.daemon_threads import DaemonThreads
+from evenkeel.actors.processes.output import put
+from evenkeel.correction.errors import DeadlineExceeded
 
 T = TypeVar("T")
 ON_DISK, MODEL_OR_RUN = "the run folder's disk", "the disk of the model or that of the run"

@@ -305,7 +305,7 @@ def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) ->
         code: exit code.
         last: called after that, in a thread, for at most two seconds: it may hang, or fail.
     """
-    from actors.processes.descendants import adopted_orphans, end_new
+    from evenkeel.actors.processes.descendants import adopted_orphans, end_new
 
     _ENDS.acquire()  # never released: if two threads end this process, only the first says why
     with contextlib.suppress(OSError):

@@ -16,11 +16,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from actors.part_carriers import PartReport, WaitNotice
-from actors.processes.event_level import EventLevel
-from actors.processes.silence import until_silent
-from actors.processes.supervision import first_error, kill
-from correction.errors import ActorLost, EvenkeelError
+from evenkeel.actors.carriers import PartReport, WaitNotice
+from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.actors.processes.silence import until_silent
+from evenkeel.actors.processes.supervision import first_error, kill
+from evenkeel.correction.errors import ActorLost, EvenkeelError
 
 CONCURRENCY_GROUPS = {"heartbeat": 1}
 """Concurrency groups of a part's actor."""

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from ray.exceptions import ActorUnavailableError
 
-from actors.processes.long_wait import LongWait
-from actors.processes.supervision import HALF_OVER, wait_for
-from correction.errors import DeadlineExceeded
+from evenkeel.actors.processes.long_wait import LongWait
+from evenkeel.actors.processes.supervision import HALF_OVER, wait_for
+from evenkeel.correction.errors import DeadlineExceeded
 
 T = TypeVar("T")
 _UNREACHED_S = 1.0

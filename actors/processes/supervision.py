@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import ray
 import ray.exceptions
 
-from actors.part_carriers import WaitNotice
-from actors.processes.long_wait import LongWait
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError, one_line
+from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.processes.long_wait import LongWait
+from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError, one_line
 
 log = logging.getLogger("evenkeel")
 _NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)

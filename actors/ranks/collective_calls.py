@@ -16,9 +16,9 @@ from typing import Any, TypeVar, cast
 
 import ray
 
-from actors.processes.supervision import abandon, argument_gone, call_with_retries, has_failed
-from actors.ranks.rank_faults import as_rank_failure
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, StepAborted
+from evenkeel.actors.processes.supervision import abandon, argument_gone, call_with_retries, has_failed
+from evenkeel.actors.ranks.rank_faults import as_rank_failure
+from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, StepAborted
 
 M = TypeVar("M", bound=Callable[..., Any])
 _ANSWER_S = 10.0

@@ -18,20 +18,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
-from actors.cluster.placement import RankPlaces
-from actors.part_carriers import ActorInfo, WaitNotice
-from actors.processes.part_heartbeat import sequential_actor
-from actors.processes.supervision import USUAL_START, argument_gone, call_with_retries, kill, lost_if_late, wait_for
-from actors.queue.payloads import checksums_of, disregard
-from actors.ranks.collective_calls import CollectiveCaller, all_of
-from actors.ranks.learner_rank_actor import ABORTABLE, LearnerRankActor
-from actors.settings.deadlines import wide_fields_call_s
-from correction.errors import ConfigError, StepAborted
+from evenkeel.actors.carriers import ActorInfo, ExportPlan, WaitNotice, WeightChecksums, WeightSnapshot
+from evenkeel.actors.cluster.placement import RankPlaces
+from evenkeel.actors.groups.tokens import checksums_of, disregard
+from evenkeel.actors.processes.part_heartbeat import sequential_actor
+from evenkeel.actors.processes.supervision import USUAL_START, argument_gone, call_with_retries, kill, lost_if_late, wait_for
+from evenkeel.actors.ranks.collective_calls import CollectiveCaller, all_of
+from evenkeel.actors.ranks.learner_rank_actor import ABORTABLE, LearnerRankActor
+from evenkeel.actors.settings.deadlines import wide_fields_call_s
+from evenkeel.correction.errors import ConfigError, StepAborted
 
 if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
-    from correction.config import CorrectionConfig
-    from learner.results import StepResult
+    from evenkeel.correction.config import CorrectionConfig
+    from evenkeel.learner.results import StepResult
 
 
 _LEAST_POLL_S, _MOST_POLL_S = 0.2, 1.0

@@ -16,35 +16,34 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import ray
 
-from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
-from actors.cluster.hub import model_folder
-from actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
-from actors.part_carriers import ActorInfo
-from actors.processes.part_heartbeat import OUT_OF_TURN, SequentialHeartbeatActor
-from actors.queue.payloads import read_now
-from actors.ranks.collective_calls import NumberedRank, collective
-from actors.ranks.rank_faults import names_failures
-from actors.settings.devices import check_received
-from correction.engines.quick_imports import gc_paused
-from correction.engines.rendezvous import keep_nccl_on, rendezvous_store
-from correction.errors import DataError, EngineError, SyncError
-from learner.config import LearnerConfig
-from learner.results import SplitLogprobs
-from rollout.stacks import register_stack_dump
+from evenkeel.actors.carriers import ActorInfo, ExportPlan, WeightChecksums, WeightSnapshot
+from evenkeel.actors.cluster.hub import model_folder
+from evenkeel.actors.groups.tokens import read_now
+from evenkeel.actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
+from evenkeel.actors.processes.part_heartbeat import OUT_OF_TURN, SequentialHeartbeatActor
+from evenkeel.actors.ranks.collective_calls import NumberedRank, collective
+from evenkeel.actors.ranks.rank_faults import names_failures
+from evenkeel.actors.settings.devices import check_received
+from evenkeel.correction.errors import DataError, EngineError, SyncError
+from evenkeel.engines.machine import gc_paused
+from evenkeel.engines.rendezvous import keep_nccl_on, rendezvous_store
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.results import SplitLogprobs
+from evenkeel.rollout.stacks import register_stack_dump
 
 if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from torch import Tensor
     from torch._C._distributed_c10d import TCPStore
 
-    from correction.batch import CorrectedBatch, PackedBatch
-    from correction.config import CorrectionConfig
-    from correction.engines.processor import Processor
-    from correction.engines.weight_bucket import WeightBucket
-    from correction.wide import WidePlace
-    from learner.learner_rank import LearnerRank
-    from learner.results import Proximal, StepResult, StepValues
-    from learner.weights.broadcast import WeightBroadcaster
-    from learner.weights.export import Staging
+    from evenkeel.correction.batch import CorrectedBatch, PackedBatch
+    from evenkeel.correction.config import CorrectionConfig
+    from evenkeel.correction.wide import WidePlace
+    from evenkeel.engines.agreement import Processor
+    from evenkeel.engines.weights import WeightBucket
+    from evenkeel.learner.learner_rank import LearnerRank
+    from evenkeel.learner.results import Proximal, StepResult, StepValues
+    from evenkeel.learner.weights.broadcast import WeightBroadcaster
+    from evenkeel.learner.weights.export import Staging
 
 
 ABORTABLE = frozenset({"step", "proximal", "reference_logprobs", "at_sampling"})
@@ -75,7 +74,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
     @property
     def learner(self) -> LearnerRank:
-        """For functions that are called with this actor in its process (actors/doctor/on_ranks.py), once it has started."""
+        """For functions that are called with this actor in its process (evenkeel/doctor/on_ranks.py), once it has started."""
         return self._learner
 
     @ray.method(concurrency_group=OUT_OF_TURN)
@@ -96,9 +95,9 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
         with gc_paused():
-            from learner.kept_weights import KeptWeights
-            from learner.learner_rank import LearnerRank
-            from learner.model import layers
+            from evenkeel.learner.kept_weights import KeptWeights
+            from evenkeel.learner.learner_rank import LearnerRank
+            from evenkeel.learner.model import layers
 
             if self._config.resolved_device == "cuda":
                 check_received(f"learner rank {self._rank}", self._config.gpus_per_rank, ray.get_gpu_ids())
@@ -182,7 +181,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
     def _stored(self, batch: PackedBatch, routed_experts: Tensor) -> tuple[WidePlace, ...]:
         """[S] places of the routed experts in the object store, an object for each group."""
-        from correction.wide import WideFields, WidePlace, route_keys
+        from evenkeel.correction.wide import WideFields, WidePlace, route_keys
 
         bounds, places = batch.offsets.tolist(), dict[int, WidePlace]()
         for sequences in batch.sequences_of_groups().values():
@@ -228,10 +227,8 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
         A broadcast that fails is reported in the answer; the learner goes on.
         """
-        from correction.engines.checksum import digest_of
-        from correction.engines.float8 import in_float8
-        from correction.engines.weight_spec import WeightSpec
-        from learner.weights.export import weight_checksums
+        from evenkeel.engines.weights import WeightSpec, digest_of, in_float8
+        from evenkeel.learner.weights.export import weight_checksums
 
         self._begin(number, "export of the weights", version)
         began = time.monotonic()
@@ -272,7 +269,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         return ""
 
     def _stage(self, piece: Mapping[str, Tensor]) -> WeightBucket:
-        from learner.weights.export import Staging
+        from evenkeel.learner.weights.export import Staging
 
         if self._staging is None:
             self._staging = Staging()
@@ -293,7 +290,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         """Logprobs of a fixed sequence at temperature 1, from its second token on; as RolloutEngine.score."""
         import torch
 
-        from learner.training.step import unsampled_batch
+        from evenkeel.learner.training.step import unsampled_batch
 
         ids, ends = torch.tensor(token_ids, dtype=torch.int64), torch.tensor([0, len(token_ids)])
         batch = unsampled_batch(ids, ends, torch.arange(len(ids)) > 0)
@@ -343,7 +340,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
         Raises: SyncError if not all members come, or it is closed meanwhile.
         """
-        from learner.weights.broadcast import WeightBroadcaster
+        from evenkeel.learner.weights.broadcast import WeightBroadcaster
 
         device, given_up = self._learner.placement.device, threading.Event()
         with self._opening:

@@ -1,7 +1,7 @@
 """What befalls a learner rank whose process lives: its device or a collective fails, and torch raises in the middle of a call.
 
 The other ranks may still wait in that call, and what the rank holds may be of no one step. So it counts as lost, like one that has died,
-and the run goes back to its last checkpoint (actors/driver/rollback.py). Any other error is a bug, and stays what it is.
+and the run goes back to its last checkpoint (actors/driver/recovery.py). Any other error is a bug, and stays what it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from correction.errors import EvenkeelError, RankFailed, one_line
+from evenkeel.correction.errors import EvenkeelError, RankFailed, one_line
 
 log = logging.getLogger("evenkeel.ranks")
 M = TypeVar("M", bound=Callable[..., Any])

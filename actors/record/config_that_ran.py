@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from actors.config import RunConfig
-from actors.record.run_folder import RunFolder
-from actors.record.yaml_lines import composed, node_lines
-from correction.early_warning.replacement import reason_of
-from correction.errors import ConfigError
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.yaml_lines import composed, node_lines
+from evenkeel.correction.early_warning.replacement import reason_of
+from evenkeel.correction.errors import ConfigError
 
 
 def config_that_ran(folder: RunFolder) -> RunConfig:

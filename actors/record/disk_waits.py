@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from actors.config import DeadlinesConfig
-from actors.part_carriers import WaitNotice
-from actors.processes.disk_at_start import ON_DISK, DiskLate
-from actors.processes.supervision import wait_for
+from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.processes.disk_at_start import ON_DISK, DiskLate
+from evenkeel.actors.processes.supervision import wait_for
 
 T = TypeVar("T")
 ByDisk = Callable[..., Awaitable[Any]]

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.carriers import PreparedBatch
-from rollout.trajectory import GroupFacts, SyncReceipt, WorkerLoad
+from evenkeel.actors.carriers import PreparedBatch
+from evenkeel.rollout.trajectory import GroupFacts, SyncReceipt, WorkerLoad
 
 if TYPE_CHECKING:
-    from learner.results import StepResult
+    from evenkeel.learner.results import StepResult
 
 
 @dataclass(frozen=True, slots=True)

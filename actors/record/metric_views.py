@@ -16,17 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.metrics.kinds import Kind
-from actors.metrics.step_metrics import StepMetrics, lookup
-from actors.metrics.step_number import step_of
-from actors.record.file_thread import FileThread
-from actors.record.ownership import WANDB_ID
-from actors.state.json_lines import JsonLines, append_whole
-from correction.errors import ConfigError, counted
+from evenkeel.actors.json_lines import JsonLines, append_whole
+from evenkeel.actors.metrics.kinds import Kind
+from evenkeel.actors.metrics.step_metrics import StepMetrics, lookup
+from evenkeel.actors.metrics.step_number import step_of
+from evenkeel.actors.record.file_thread import FileThread
+from evenkeel.actors.record.ownership import WANDB_ID
+from evenkeel.correction.errors import ConfigError, counted
 
 if TYPE_CHECKING:
-    from actors.config import MetricsConfig
-    from actors.record.run_folder import RunFolder
+    from evenkeel.actors.config import MetricsConfig
+    from evenkeel.actors.record.run_folder import RunFolder
 
 _MOST_STEPS = 1000
 """Most steps that wait for Weights & Biases; with more it counts as gone."""

@@ -12,34 +12,33 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.carriers import DiscardedGroup, PreparedBatch, ScatterSample, Ticket
-from actors.config import RunConfig
-from actors.metrics.cut_answers import cut_remark
-from actors.metrics.driver_endpoint import DriverEndpoint
-from actors.metrics.held_out import Evaluation
-from actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
-from actors.part_carriers import ActorInfo, WaitNotice
-from actors.pool.scaling import ScalingDecision
-from actors.processes.event_level import EventLevel
-from actors.processes.loop_clock import LoopClock
-from actors.record.finished_step import FinishedStep
-from actors.record.probe_watch import ProbeWatch
-from actors.record.repeated_warnings import RepeatedWarnings
-from actors.record.retrying_writer import RetryingWriter
-from actors.record.run_event import EventKind, RunEvent
-from actors.record.run_folder import RunFolder
-from actors.record.step_sources import FAILED_TRAJECTORIES
-from actors.record.step_writer import StepWriter
-from actors.record.terminal import TerminalView
-from actors.record.totals import RunTotals
-from actors.settings.probe_limits import ProbeLimits
-from correction.errors import counted
-from rollout.trajectory import GroupFacts, Prompt, SyncReceipt
+from evenkeel.actors.carriers import ActorInfo, DiscardedGroup, PreparedBatch, ScatterSample, Ticket, WaitNotice
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.metrics.cut_answers import cut_remark
+from evenkeel.actors.metrics.driver_endpoint import DriverEndpoint
+from evenkeel.actors.metrics.held_out import Evaluation
+from evenkeel.actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
+from evenkeel.actors.pool.scaling import ScalingDecision
+from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.actors.processes.loop_clock import LoopClock
+from evenkeel.actors.record.finished_step import FinishedStep
+from evenkeel.actors.record.probe_watch import ProbeWatch
+from evenkeel.actors.record.repeated_warnings import RepeatedWarnings
+from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.run_event import EventKind, RunEvent
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.step_sources import FAILED_TRAJECTORIES
+from evenkeel.actors.record.step_writer import StepWriter
+from evenkeel.actors.record.terminal import TerminalView
+from evenkeel.actors.record.totals import RunTotals
+from evenkeel.actors.settings.probe_limits import ProbeLimits
+from evenkeel.correction.errors import counted
+from evenkeel.rollout.trajectory import GroupFacts, Prompt, SyncReceipt
 
 if TYPE_CHECKING:
-    from actors.pool.membership import Membership
-    from actors.weights.weight_sync import SyncTarget
-    from learner.results import StepResult
+    from evenkeel.actors.pool.membership import Membership
+    from evenkeel.actors.weights.weight_sync import SyncTarget
+    from evenkeel.learner.results import StepResult
 
 _RETURNS = "steps/returns_total"
 

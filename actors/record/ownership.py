@@ -14,7 +14,7 @@ from pathlib import Path
 
 import filelock
 
-from correction.errors import ConfigError, require_utf8
+from evenkeel.correction.errors import ConfigError, require_utf8
 
 FOLDERS = ("tensorboard", "trajectories", "checkpoints")
 WANDB_ID = "wandb_id"

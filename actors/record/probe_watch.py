@@ -10,9 +10,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from actors.metrics.catalogue import CATALOGUE
-from actors.settings.probe_limits import ProbeLimits
-from correction.errors import counted
+from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.settings.probe_limits import ProbeLimits
+from evenkeel.correction.errors import counted
 
 _DIFFERENCE = CATALOGUE["sync/probe_max_abs_difference"]
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from actors.record.file_thread import FileThread
+from evenkeel.actors.record.file_thread import FileThread
 
 T = TypeVar("T")
 _MOST = 100_000

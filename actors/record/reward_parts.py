@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from actors.processes.event_level import Notify
+from evenkeel.actors.processes.event_level import Notify
 
 MOST = 128
 """Parts that have a metric in one run, from its start or resume. Each is a column, a curve and a value of the endpoint until the end."""

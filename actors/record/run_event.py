@@ -10,9 +10,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import get_args
 
-from actors.part_carriers import WaitNotice
-from actors.processes.event_level import EventLevel
-from correction.early_warning.monitor import State
+from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.correction.early_warning.monitor import State
 
 _LEVELS: dict[str, EventLevel] = {level: level for level in get_args(EventLevel)}
 LEVEL_OF_STATE: dict[State, EventLevel] = {State.OK: "info", State.WATCH: "watch", State.ALARM: "alarm"}

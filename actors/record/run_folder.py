@@ -6,7 +6,7 @@
     monitor.jsonl                   one line an event of the early warning: step, name (the symptom), state, value, growth, message
     clipped_tokens.jsonl            one line a step that clipped any: [token id, how often] of the most frequent ones, by advantage
     answer_lengths.jsonl            one line a step: tokens of one answer of each trained group
-    ledger.jsonl                    one line a prompt that has left the queue (actors/state/ledger.py)
+    ledger.jsonl                    one line a prompt that has left the queue (actors/groups/ledger.py)
     rewound.jsonl                   lines of the .jsonl files before the ledger that a resume took back (nothing of them is deleted)
     events.log                      what happened: time, level, [what it says of the run's end], text (run_event.py)
     tensorboard/                    event files                          wandb_id, wandb/     with metrics.wandb_project
@@ -44,17 +44,17 @@ import filelock
 import yaml
 from pydantic import BaseModel
 
-from actors.metrics.step_metrics import StepMetrics
-from actors.metrics.step_number import step_of
-from actors.processes.event_level import EventLevel
-from actors.processes.output import put
-from actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, make_below, own
-from actors.record.run_event import RunEvent
-from actors.record.skipped_batches import KEPT, SkippedBatch
-from actors.state.json_lines import JsonLines, append_whole
-from correction.early_warning.monitor import Event, State
-from correction.errors import ConfigError, DataError
-from learner.weights.file_sums import flush_to_disk, seal
+from evenkeel.actors.json_lines import JsonLines, append_whole
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.metrics.step_number import step_of
+from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.actors.processes.output import put
+from evenkeel.actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, make_below, own
+from evenkeel.actors.record.run_event import RunEvent
+from evenkeel.actors.record.skipped_batches import KEPT, SkippedBatch
+from evenkeel.correction.early_warning.monitor import Event, State
+from evenkeel.correction.errors import ConfigError, DataError
+from evenkeel.learner.weights.file_sums import flush_to_disk, seal
 
 SampleKind = Literal["step", "held_out"]
 """What samples are of, a training batch or an evaluation: their files' names begin so."""
@@ -213,7 +213,7 @@ class RunFolder:
 
     def keep_model_files(self, source: Path) -> None:
         """Keep config and tokenizer of a model folder, which may be moved or removed while the run goes on."""
-        from learner.hf.hf_folder import side_files  # it imports torch, which not every user of a run folder needs
+        from evenkeel.learner.hf.folder import side_files  # it imports torch, which not every user of a run folder needs
 
         for name, content in side_files(source).items():
             self.write_file(f"model/{name}", partial(Path.write_bytes, data=content))

@@ -12,16 +12,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.metrics.catalogue import CATALOGUE
-from actors.settings.deadlines import KEEP_S
-from learner.hf.tensor_files import saving
-from learner.results import SkipReason
+from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.settings.deadlines import KEEP_S
+from evenkeel.learner.hf.tensor_files import saving
+from evenkeel.learner.results import SkipReason
 
 if TYPE_CHECKING:  # torch: seconds that the driver's start doesn't need
-    from actors.carriers import PreparedBatch
-    from correction.batch import CorrectedBatch
-    from correction.config import CorrectionConfig
-    from learner.results import StepResult
+    from evenkeel.actors.carriers import PreparedBatch
+    from evenkeel.correction.batch import CorrectedBatch
+    from evenkeel.correction.config import CorrectionConfig
+    from evenkeel.learner.results import StepResult
 
 KEPT = 8
 """Most batches that a run keeps: the first ones say most."""
@@ -77,9 +77,9 @@ class SkippedBatch:
         """Args: path: of the safetensors file or of the JSON next to it."""
         from safetensors.torch import load_file
 
-        from correction.batch import CorrectedBatch, DecisionCounts, PackedBatch
-        from correction.config import CorrectionConfig
-        from correction.settings.parts import AdvantageConfig
+        from evenkeel.correction.batch import CorrectedBatch, DecisionCounts, PackedBatch
+        from evenkeel.correction.config import CorrectionConfig
+        from evenkeel.correction.settings.parts import AdvantageConfig
 
         plain = json.loads(path.with_suffix(".json").read_text())
         found: dict[str, Any] = load_file(path.with_suffix(".safetensors")) | plain["numbers"]
@@ -100,7 +100,7 @@ async def keep_and_describe(keep: Callable[[SkippedBatch], Path | None], step: i
 
     Args: keep: RunFolder.keep_skipped_batch.
     """
-    from actors.processes.supervision import wait_for  # Ray: not for those who only look into a run's folder
+    from evenkeel.actors.processes.supervision import wait_for  # Ray: not for those who only look into a run's folder
 
     try:
         what = f"batch of step {step} -> skipped_batches"
@@ -118,7 +118,7 @@ async def keep_and_describe(keep: Callable[[SkippedBatch], Path | None], step: i
 
 
 async def _kept(keep: Callable[[SkippedBatch], Path | None], step: int, batch: PreparedBatch, result: StepResult) -> Path | None:
-    from actors.queue.payloads import value_of, with_wide_fields
+    from evenkeel.actors.groups.tokens import value_of, with_wide_fields
 
     corrected = await value_of(batch.corrected)
     if corrected.batch.wide:

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from actors.metrics.catalogue import CATALOGUE
-from actors.record.run_folder import RunFolder
-from rollout.trajectory import GroupFacts
+from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.rollout.trajectory import GroupFacts
 
 FILE = "slowest.json"
 _KEPT = 10

@@ -14,14 +14,14 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.processes.doubled_pause import doubled_pause_s
-from actors.processes.event_level import Notify
-from actors.processes.long_wait import LongWait
-from actors.processes.supervision import wait_for
-from actors.record.run_folder import RunFolder
-from actors.record.stack_summary import FOLDER, collections
-from correction.errors import EvenkeelError
-from rollout.stacks import own_job, stacks_of
+from evenkeel.actors.processes.doubled_pause import doubled_pause_s
+from evenkeel.actors.processes.event_level import Notify
+from evenkeel.actors.processes.long_wait import LongWait
+from evenkeel.actors.processes.supervision import wait_for
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.stack_summary import FOLDER, collections
+from evenkeel.correction.errors import EvenkeelError
+from evenkeel.rollout.stacks import own_job, stacks_of
 
 _KEPT = 20
 """Number of collections kept, the newest ones."""

@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from actors.carriers import Example, PreparedBatch
-from actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED, STALENESS_PLACES
-from actors.pool.scaling import workers_wait
-from correction.diagnostics.batch_numbers import kept_numbers, staleness_numbers
-from learner.results import SkipReason
-from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt, WorkerLoad, have_one_reward
+from evenkeel.actors.carriers import Example, PreparedBatch
+from evenkeel.actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED, STALENESS_PLACES
+from evenkeel.actors.pool.scaling import workers_wait
+from evenkeel.correction.diagnostics.batch_numbers import kept_numbers, staleness_numbers
+from evenkeel.learner.results import SkipReason
+from evenkeel.rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt, WorkerLoad, have_one_reward
 
 if TYPE_CHECKING:
-    from learner.results import StepResult
+    from evenkeel.learner.results import StepResult
 
 _UNSCORED = ("reward/exceptions_total", "trajectories without a reward")
 FAILED_TRAJECTORIES = {

@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING
 
 from ray.exceptions import RayError
 
-from actors.carriers import Observation, PreparedBatch
-from actors.config import RunConfig
-from actors.metrics.driver_endpoint import DriverEndpoint
-from actors.metrics.step_metrics import StepMetrics, shown
-from actors.part_carriers import WaitNotice
-from actors.processes.event_level import EventLevel
-from actors.processes.supervision import abandon, unless_set, wait_for
-from actors.record.disk_waits import wait_for_disk
-from actors.record.finished_step import FinishedStep
-from actors.record.metric_views import open_views, views_from_an_earlier_step
-from actors.record.retrying_writer import RetryingWriter
-from actors.record.reward_parts import RewardParts
-from actors.record.run_event import LEVEL_OF_STATE
-from actors.record.run_folder import RunFolder
-from actors.record.skipped_batches import keep_and_describe
-from actors.record.slowest import FILE, SlowestPrompts
-from actors.record.step_sources import (
+from evenkeel.actors.carriers import Observation, PreparedBatch, WaitNotice
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.metrics.driver_endpoint import DriverEndpoint
+from evenkeel.actors.metrics.step_metrics import StepMetrics, shown
+from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.actors.processes.supervision import abandon, unless_set, wait_for
+from evenkeel.actors.record.disk_waits import wait_for_disk
+from evenkeel.actors.record.finished_step import FinishedStep
+from evenkeel.actors.record.metric_views import open_views, views_from_an_earlier_step
+from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.reward_parts import RewardParts
+from evenkeel.actors.record.run_event import LEVEL_OF_STATE
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.skipped_batches import keep_and_describe
+from evenkeel.actors.record.slowest import FILE, SlowestPrompts
+from evenkeel.actors.record.step_sources import (
     batch_metrics,
     diagnostic_metrics,
     first_lengths,
@@ -37,16 +36,16 @@ from actors.record.step_sources import (
     undiagnosed,
     worker_metrics,
 )
-from actors.record.terminal import TerminalView
-from actors.record.totals import RunTotals
-from actors.settings.deadlines import flush_s
-from correction.early_warning.monitor import Event
-from correction.errors import EvenkeelError, counted
-from learner.results import SkipReason
-from rollout.trajectory import GroupFacts, WorkerLoad
+from evenkeel.actors.record.terminal import TerminalView
+from evenkeel.actors.record.totals import RunTotals
+from evenkeel.actors.settings.deadlines import flush_s
+from evenkeel.correction.early_warning.monitor import Event
+from evenkeel.correction.errors import EvenkeelError, counted
+from evenkeel.learner.results import SkipReason
+from evenkeel.rollout.trajectory import GroupFacts, WorkerLoad
 
 if TYPE_CHECKING:
-    from learner.results import StepResult
+    from evenkeel.learner.results import StepResult
 
 
 class StepWriter:

@@ -22,15 +22,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from actors.metrics.catalogue import CATALOGUE, SKIPPED
-from actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
-from actors.processes.event_level import EventLevel
-from actors.processes.output import UnfailingStream
-from actors.record import usual_mismatch
-from actors.record.run_event import LEVEL_OF_STATE
-from actors.record.run_folder import RunFolder
-from correction.early_warning.monitor import ReferenceLevel, State
-from learner.results import SkipReason
+from evenkeel.actors.metrics.catalogue import CATALOGUE, SKIPPED
+from evenkeel.actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
+from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.actors.processes.output import UnfailingStream
+from evenkeel.actors.record import usual_mismatch
+from evenkeel.actors.record.run_event import LEVEL_OF_STATE
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.early_warning.monitor import ReferenceLevel, State
+from evenkeel.learner.results import SkipReason
 
 _EVENT_STYLE: dict[EventLevel, str] = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
 _SPARKS, _SPARKS_WIDTH = "▁▂▃▄▅▆▇█", 14

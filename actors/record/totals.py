@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from actors.metrics.step_metrics import members
-from correction.early_warning.monitor import Event, State
+from evenkeel.actors.metrics.step_metrics import members
+from evenkeel.correction.early_warning.monitor import Event, State
 
 _OF_MONITOR = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
 """Families that count the monitor's events, by symptom."""

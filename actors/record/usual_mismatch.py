@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.config import RunConfig
-from actors.record.run_folder import RunFolder
-from correction.early_warning.monitor import ReferenceLevel, usual_level
-from correction.engines.expert_count import expert_count
-from correction.errors import EvenkeelError
-from learner.hf.hf_folder import read_json
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.early_warning.monitor import ReferenceLevel, usual_level
+from evenkeel.correction.errors import EvenkeelError
+from evenkeel.engines.contract import expert_count
+from evenkeel.learner.hf.folder import read_json
 
 
 def of_run(config: RunConfig, *, has_experts: bool) -> ReferenceLevel | None:

@@ -18,33 +18,33 @@ from typing import TYPE_CHECKING, Any
 import ray
 from torch import Tensor
 
-from actors.carriers import Example, Observation, PackedGroups, PreparedBatch, ScatterSample, StoredGroup
-from actors.config import RunConfig
-from actors.processes.loop_clock import LoopClock
-from actors.processes.part_heartbeat import HeartbeatActor
-from actors.processes.supervision import has_failed, lost_if_late, wait_for
-from actors.queue import payloads
-from actors.service.gap_split import stale_sample, to_numbers
-from actors.service.scatter import ScatterReservoir
-from actors.settings.deadlines import tokens_s
-from actors.settings.true_on_policy import compare_batch
-from correction.batch import CorrectedBatch, PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import correct, defer
-from correction.diagnostics.diagnose import clipped_tokens, diagnose, proximal_of, reference_kl
-from correction.early_warning.monitor import SYMPTOMS, Monitor
-from correction.errors import LateError
-from correction.settings.schedule import needs_reference_logprobs
-from correction.terms.advantages import group_advantages
-from correction.wide import WidePlace
-from rollout import wide_fields
-from rollout.packing import Packed, pack_groups
-from rollout.stacks import register_stack_dump
-from rollout.trajectory import Group
+from evenkeel.actors.carriers import Example, Observation, PackedGroups, PreparedBatch, ScatterSample, StoredGroup
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.groups import tokens as payloads
+from evenkeel.actors.processes.loop_clock import LoopClock
+from evenkeel.actors.processes.part_heartbeat import HeartbeatActor
+from evenkeel.actors.processes.supervision import has_failed, lost_if_late, wait_for
+from evenkeel.actors.service.gap_split import stale_sample, to_numbers
+from evenkeel.actors.service.scatter import ScatterReservoir
+from evenkeel.actors.settings.deadlines import tokens_s
+from evenkeel.actors.settings.true_on_policy import compare_batch
+from evenkeel.correction.batch import CorrectedBatch, PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import correct, defer
+from evenkeel.correction.diagnostics.diagnose import clipped_tokens, diagnose, proximal_of, reference_kl
+from evenkeel.correction.early_warning.monitor import SYMPTOMS, Monitor
+from evenkeel.correction.errors import LateError
+from evenkeel.correction.settings.schedule import needs_reference_logprobs
+from evenkeel.correction.terms.advantages import group_advantages
+from evenkeel.correction.wide import WidePlace
+from evenkeel.rollout import wide_fields
+from evenkeel.rollout.packing import Packed, pack_groups
+from evenkeel.rollout.stacks import register_stack_dump
+from evenkeel.rollout.trajectory import Group
 
 if TYPE_CHECKING:
-    from correction.engines.agreement import Agreement
-    from learner.results import Proximal, SplitLogprobs, StepResult, StepValues
+    from evenkeel.engines.agreement import Agreement
+    from evenkeel.learner.results import Proximal, SplitLogprobs, StepResult, StepValues
 
 log = logging.getLogger("evenkeel.correction")
 _VALUES = "what the learner computed of a batch <- rank 0"

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from correction.batch import PackedBatch
-from correction.diagnostics.variance_split import split_numbers
-from learner.results import SplitLogprobs
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.diagnostics.variance_split import split_numbers
+from evenkeel.learner.results import SplitLogprobs
 
 TRAJECTORIES = 16
 """Most trajectories of a batch that are scored, at each version that their tokens have and at the present one."""

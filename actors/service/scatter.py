@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.carriers import ScatterSample
+from evenkeel.actors.carriers import ScatterSample
 
 
 class ScatterReservoir:

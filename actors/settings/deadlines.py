@@ -14,11 +14,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from actors.config import SYNC_ATTEMPTS, DeadlinesConfig, RunConfig
-from actors.settings.evaluation_places import evaluation_waves
-from learner.config import LearnerConfig
-from rollout.config import RolloutConfig
-from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
+from evenkeel.actors.config import SYNC_ATTEMPTS, DeadlinesConfig, RunConfig
+from evenkeel.actors.settings.evaluation_places import evaluation_waves
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.rollout.config import RolloutConfig
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 
 ANSWER_S = 60.0
 """Seconds in which a part answers a short call, in addition to the wait that the call asks for."""

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from actors.config import RunConfig
-from correction.engines.torch_build import gpus_without_torch
-from correction.errors import ConfigError, counted
+from evenkeel.actors.config import RunConfig
+from evenkeel.correction.errors import ConfigError, counted
+from evenkeel.engines.machine import gpus_without_torch
 
 _ROUNDING = 1e-9
 """By which shares may exceed a GPU: those written as 0.7 and 0.3 fill one, whatever their sum is in floating point."""

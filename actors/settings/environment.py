@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from actors.config import RunConfig
-from correction.engines.device_choice import KEPT_KERNELS
-from correction.settings.schedule import needs_topk
+from evenkeel.actors.config import RunConfig
+from evenkeel.correction.settings.schedule import needs_topk
+from evenkeel.engines.machine import KEPT_KERNELS
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """For actors that compute on the CPU of a machine with GPUs: Ray 2.60 hides no GPU from an actor that asks for none."""

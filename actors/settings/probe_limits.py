@@ -8,7 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from actors.config import RunConfig
+    from evenkeel.actors.config import RunConfig
 
 _OF_A_LAYER = {"float32": 2e-6, "bfloat16": 0.01, "float16": 0.00125}
 """Nats, see usual_difference. Measured on a CPU, where an engine in bfloat16 rounds after each operator: SmolLM2-135M-Instruct (30 layers)

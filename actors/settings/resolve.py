@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from actors.config import RunConfig, WeightSyncConfig
-from actors.settings.deadlines import engine_deadlines, run_deadlines
-from actors.settings.probe_limits import ProbeLimits
-from correction.early_warning.replacement import reason_of
-from correction.engines.contract import Contract, SideSettings
-from correction.engines.device_choice import device_of, dtype_of, group_backend_of, is_open
-from correction.errors import ConfigError, EvenkeelError
-from correction.settings.base import Settings
-from learner.config import LearnerConfig
-from rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.actors.config import RunConfig, WeightSyncConfig
+from evenkeel.actors.settings.deadlines import engine_deadlines, run_deadlines
+from evenkeel.actors.settings.probe_limits import ProbeLimits
+from evenkeel.correction.early_warning.replacement import reason_of
+from evenkeel.correction.errors import ConfigError, EvenkeelError
+from evenkeel.correction.settings.base import Settings
+from evenkeel.engines.contract import Contract, SideSettings
+from evenkeel.engines.machine import device_of, dtype_of, group_backend_of, is_open
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
 Section = TypeVar("Section", bound=Settings)
 

@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from actors.config import OnDifference
-from actors.processes.event_level import EventLevel
-from correction.errors import ActorLost, EngineError
+from evenkeel.actors.config import OnDifference
+from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.correction.errors import ActorLost, EngineError
 
 if TYPE_CHECKING:  # read by commands that answer at once: without torch
-    from correction.batch import PackedBatch
-    from correction.engines.agreement import Agreement
-    from learner.results import StepValues
+    from evenkeel.correction.batch import PackedBatch
+    from evenkeel.engines.agreement import Agreement
+    from evenkeel.learner.results import StepValues
 
 
 class BatchObserver(Protocol):
@@ -48,8 +48,8 @@ def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:
 
     Args: values: of the step, which say which tokens were in a forward pass at those weights: with one optimizer step all.
     """
-    from correction.diagnostics.diagnose import proximal_of
-    from correction.engines.agreement import compare
+    from evenkeel.correction.diagnostics.diagnose import proximal_of
+    from evenkeel.engines.agreement import compare
 
     before_update = values.decided.before_update
     if before_update is None:

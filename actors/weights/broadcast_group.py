@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from actors.processes.supervision import wait_for
-from actors.ranks.collective_calls import all_of
-from actors.ranks.learner_group import LearnerGroup
-from correction.errors import EvenkeelError
-from rollout.trajectory import SyncReceipt
+from evenkeel.actors.processes.supervision import wait_for
+from evenkeel.actors.ranks.collective_calls import all_of
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.correction.errors import EvenkeelError
+from evenkeel.rollout.trajectory import SyncReceipt
 
 if TYPE_CHECKING:  # torch
-    from correction.engines.weight_spec import WeightSpec
+    from evenkeel.engines.weights import WeightSpec
 
 log = logging.getLogger("evenkeel.sync")
 

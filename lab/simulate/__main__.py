@@ -12,10 +12,10 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.settings.resolve import with_devices
-from correction.errors import ConfigError
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.settings.resolve import with_devices
+from evenkeel.correction.errors import ConfigError
+from evenkeel.recipe import load_config
 from lab.simulate.costs import AnswerLengths, DecodeSpeed, RunCosts
 from lab.simulate.measured import MeasuredRun, measure, shape_of
 from lab.simulate.run import FULL_ENGINES, HANDOVER, PUBLISH, UNDER_WAY, Outcome, simulate

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from correction.errors import ConfigError
+from evenkeel.correction.errors import ConfigError
 
 _Z99 = 2.3263478740408408
 """The 99th percentile of a standard normal."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.config import RunConfig
-from actors.metrics.step_metrics import StepMetrics, members
-from actors.record.config_that_ran import config_that_ran
-from actors.record.run_folder import RunFolder
-from correction.errors import ConfigError
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.metrics.step_metrics import StepMetrics, members
+from evenkeel.actors.record.config_that_ran import config_that_ran
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.errors import ConfigError
 from lab.simulate.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from lab.simulate.run import simulate
 

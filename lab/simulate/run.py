@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from correction.errors import ConfigError
+from evenkeel.correction.errors import ConfigError
 from lab.simulate.costs import AnswerLengths, RunCosts, RunShape
 
 FULL_ENGINES, UNDER_WAY, HANDOVER, PUBLISH = "full engines", "answers under way", "hand-over", "publish"

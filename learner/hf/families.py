@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from correction.errors import DataError
+from evenkeel.correction.errors import DataError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a model family is: which Megatron parameter is made of which Hugging Face tensors, and what such rules can't say.

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from correction.errors import DataError, one_line
-from learner.hf.tensor_files import save_model
+from evenkeel.correction.errors import DataError, one_line
+from evenkeel.learner.hf.tensor_files import save_model
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names of GGUF whose conversion is compared with an independent one; Mistral's files are called llama, too."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import Field, model_validator
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from correction.errors import DataError
-from correction.settings.base import Settings
+from evenkeel.correction.errors import DataError
+from evenkeel.correction.settings.base import Settings
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     from torch import Tensor
@@ -89,7 +89,7 @@ def build_nano_model(folder: str | os.PathLike[str], texts: Iterable[str], confi
     import torch
     from transformers import GenerationConfig, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-    from learner.hf import hf_folder
+    from evenkeel.learner.hf import folder as hf_folder
 
     config, target = config or NanoModelConfig(), Path(folder)
     if (target / "config.json").exists():

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from correction.errors import DataError
-from learner.hf.families import family_of
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf.families import family_of
 
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from correction.engines.operators import whole_blocks
-from learner.model.inputs import RowLayout
-from learner.model.megatron import PackedSeqParams
-from learner.model.routing import Routes
+from evenkeel.engines.operators import whole_blocks
+from evenkeel.learner.model.inputs import RowLayout
+from evenkeel.learner.model.megatron import PackedSeqParams
+from evenkeel.learner.model.routing import Routes
 
 TILE_ROWS = 32
 """Rows of queries that torch's CPU kernel works on at a time: fewer in a tile leave it idle, more meet keys that are masked."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from correction.errors import ConfigError
+from evenkeel.correction.errors import ConfigError
 
 _PACKAGE = "megatron.core"
 _SHIM = "_torch_cuda_on_cpu"
@@ -50,7 +50,7 @@ def install() -> None:
     if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
-        raise ConfigError("megatron.core was imported before learner.model.cpu_hook.install(): import learner.model.megatron first")
+        raise ConfigError("megatron.core was imported before cpu_hook.install(): import evenkeel.learner.model.megatron first")
     sys.meta_path.insert(0, _MegatronFinder())
 
 

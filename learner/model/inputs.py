@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
-from correction.errors import DataError
-from learner.model.balance import SharedPrefix
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.model.balance import SharedPrefix
 
 LEAST_SAVED = 0.1
 """A prefix is shared only if that saves more than this share of the rows, because attention to a shared prefix takes about that much

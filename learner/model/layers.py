@@ -25,13 +25,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from correction.engines.operators import attention, key_bias, linear, product, rms_norm
-from correction.errors import ConfigError
-from learner.config import LearnerConfig
-from learner.hf.families import ATTENTION_NORM_AFTER, INPUT_NORM, ModelFamily
-from learner.model import megatron
-from learner.model.attention import PackedAttention, PackedSequences, TileCall
-from learner.model.megatron import (
+from evenkeel.correction.errors import ConfigError
+from evenkeel.engines.operators import attention, key_bias, linear, product, rms_norm
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.hf.families import ATTENTION_NORM_AFTER, INPUT_NORM, ModelFamily
+from evenkeel.learner.model import megatron
+from evenkeel.learner.model.attention import PackedAttention, PackedSequences, TileCall
+from evenkeel.learner.model.megatron import (
     ColumnParallelLinear,
     IdentityOp,
     ModuleSpec,

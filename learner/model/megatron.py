@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 
-from learner.model import cpu_hook
+from evenkeel.learner.model import cpu_hook
 
 cpu_hook.install()
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from correction.engines.operators import silu
-from learner.config import LearnerConfig
-from learner.hf.families import QKV_BIAS, ExpertOptions, HeadShape, family_of, rope_scaling
-from learner.model import layers
-from learner.model.layers import keep_no_routes
-from learner.model.megatron import (
+from evenkeel.engines.operators import silu
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.hf.families import QKV_BIAS, ExpertOptions, HeadShape, family_of, rope_scaling
+from evenkeel.learner.model import layers
+from evenkeel.learner.model.layers import keep_no_routes
+from evenkeel.learner.model.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     Float16Module,
@@ -22,9 +22,9 @@ from learner.model.megatron import (
     TransformerConfig,
     gather_from_sequence_parallel_region,
 )
-from learner.model.parallel import Placement
-from learner.model.routing import RouterChoice, smallest_type
-from learner.model_fit import check_model
+from evenkeel.learner.model.parallel import Placement
+from evenkeel.learner.model.routing import RouterChoice, smallest_type
+from evenkeel.learner.model_fit import check_model
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # Megatron has no types

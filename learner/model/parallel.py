@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from correction.engines import matrix_products
-from correction.engines.gpu_share import allocator_fraction
-from correction.engines.rendezvous import gloo_interface_towards, rendezvous_store
-from correction.errors import ConfigError
-from learner.config import LearnerConfig
-from learner.model.megatron import model_parallel_cuda_manual_seed, parallel_state
+from evenkeel.correction.errors import ConfigError
+from evenkeel.engines import matrix_products
+from evenkeel.engines.machine import allocator_fraction
+from evenkeel.engines.rendezvous import gloo_interface_towards, rendezvous_store
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.model.megatron import model_parallel_cuda_manual_seed, parallel_state
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
-from learner.model.parallel import Placement
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.learner.model.parallel import Placement
 
 
 def smallest_type(experts: int) -> torch.dtype:

@@ -10,7 +10,7 @@ Peak memory. With c = chunk_tokens, M predictions of C targets each, hidden size
 
 both plus O(c C). In bfloat16 backward has 2 M H, and max(8 c V + 4 V H, 2 c V + 6 V H): a chunk's part of the head's gradient is a tensor
 of its own, added up in float32. Padding rows of the vocabulary add a copy of the head's gradient. Where
-correction/engines/matrix_products.py multiplies, a c up to 512 that is no multiple of 16 counts as the next one. Only M C and M H grow
+engines/matrix_products.py multiplies, a c up to 512 that is no multiple of 16 counts as the next one. Only M C and M H grow
 with the batch; the plain way, log_softmax of all logits, takes 8 M V and more. (batch_invariant keeps more tables of c V in forward.)
 """
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from correction.engines.operators import head_logits, log_softmax
+from evenkeel.engines.operators import head_logits, log_softmax
 
 _Values = tuple[Tensor, Tensor, Tensor]
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.config import LearnerConfig
-from learner.model.megatron import (
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.model.megatron import (
     DistributedDataParallel,
     DistributedOptimizer,
     OptimizerConfig,
@@ -24,8 +24,8 @@ from learner.model.megatron import (
     param_is_not_shared,
     param_is_not_tensor_parallel_duplicate,
 )
-from learner.model.model import unwrap
-from learner.results import ParameterGroup, SkipReason
+from evenkeel.learner.model.model import unwrap
+from evenkeel.learner.results import ParameterGroup, SkipReason
 
 GROUPS = {
     ParameterGroup.ROUTER: ".router.",

@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.batch import NO_VERSION, CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import for_step
-from correction.engines import matrix_products
-from correction.errors import ConfigError, DataError, DeadlineExceeded, StepAborted
-from correction.loss import late_normalizer, policy_loss
-from correction.settings.choices import ProximalSource
-from correction.settings.schedule import fold_obstacle, needs_step_forward
-from correction.settling import settle
-from learner.config import LearnerConfig
-from learner.model import balance
-from learner.model.attention import can_share_prompts, pack
-from learner.model.inputs import ModelInputs, RowLayout, find_shared_prefixes
-from learner.model.megatron import DistributedDataParallel, TransformerConfig, finalize_model_grads, get_forward_backward_func
-from learner.model.model import unwrap
-from learner.model.parallel import Placement
-from learner.model.routing import Routes, gather_taken, mean_agreement
-from learner.training.logprobs import head_logprobs
-from learner.training.optimizer import GuardedOptimizer, Update
+from evenkeel.correction.batch import NO_VERSION, CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import for_step
+from evenkeel.correction.errors import ConfigError, DataError, DeadlineExceeded, StepAborted
+from evenkeel.correction.loss import late_normalizer, policy_loss
+from evenkeel.correction.settings.choices import ProximalSource
+from evenkeel.correction.settings.schedule import fold_obstacle, needs_step_forward
+from evenkeel.correction.settling import settle
+from evenkeel.engines import matrix_products
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.model import balance
+from evenkeel.learner.model.attention import can_share_prompts, pack
+from evenkeel.learner.model.inputs import ModelInputs, RowLayout, find_shared_prefixes
+from evenkeel.learner.model.megatron import DistributedDataParallel, TransformerConfig, finalize_model_grads, get_forward_backward_func
+from evenkeel.learner.model.model import unwrap
+from evenkeel.learner.model.parallel import Placement
+from evenkeel.learner.model.routing import Routes, gather_taken, mean_agreement
+from evenkeel.learner.training.logprobs import head_logprobs
+from evenkeel.learner.training.optimizer import GuardedOptimizer, Update
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The loss of one micro-batch: the model's forward pass, the logprobs of the trained tokens, the objective.

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _set_pg_timeout, _world
 
-from correction.engines.rendezvous import Rendezvous, abort_group, gloo_towards, rendezvous_store
-from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
-from correction.errors import SyncError
+from evenkeel.correction.errors import SyncError
+from evenkeel.engines.rendezvous import Rendezvous, abort_group, gloo_towards, rendezvous_store
+from evenkeel.engines.weights import WeightSpec, goes_whole, widest_first
 
 _POLL_S = 0.0005
 """Seconds between two checks whether the GPU has sent a bucket, which takes some ten milliseconds."""

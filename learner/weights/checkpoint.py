@@ -36,16 +36,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from correction.errors import DataError
-from learner.hf.families import HeadShape, Rule, family_of
-from learner.hf.hf_folder import open_tensors
-from learner.hf.tensor_files import saving
-from learner.model.megatron import DistributedDataParallel, get_cuda_rng_tracker
-from learner.model.model import unwrap
-from learner.model.parallel import Placement
-from learner.training.optimizer import GuardedOptimizer
-from learner.weights import convert
-from learner.weights.checkpoint_files import (
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf.families import HeadShape, Rule, family_of
+from evenkeel.learner.hf.folder import open_tensors
+from evenkeel.learner.hf.tensor_files import saving
+from evenkeel.learner.model.megatron import DistributedDataParallel, get_cuda_rng_tracker
+from evenkeel.learner.model.model import unwrap
+from evenkeel.learner.model.parallel import Placement
+from evenkeel.learner.training.optimizer import GuardedOptimizer
+from evenkeel.learner.weights import convert
+from evenkeel.learner.weights.checkpoint_files import (
     FORMAT,
     RANDOM,
     RANK,
@@ -55,7 +55,7 @@ from learner.weights.checkpoint_files import (
     model_shape,
     read_manifest,
 )
-from learner.weights.file_sums import MANIFEST, flush_to_disk, leave_sum
+from evenkeel.learner.weights.file_sums import MANIFEST, flush_to_disk, leave_sum
 
 
 class _TensorPiece(NamedTuple):

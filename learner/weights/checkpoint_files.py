@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from correction.errors import DataError
-from learner.hf.families import HeadShape
-from learner.hf.hf_folder import open_tensors, read_json
-from learner.weights.file_sums import MANIFEST
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf.families import HeadShape
+from evenkeel.learner.hf.folder import open_tensors, read_json
+from evenkeel.learner.weights.file_sums import MANIFEST
 
 FORMAT = 2
 """Number of this layout; another one is refused."""

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from correction.errors import DataError
-from learner.hf.families import MEGATRON_LAYER, ModelFamily, Rule, TensorLayout, family_of
-from learner.hf.families import HeadShape as HeadShape
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf.families import MEGATRON_LAYER, ModelFamily, Rule, TensorLayout, family_of
+from evenkeel.learner.hf.families import HeadShape as HeadShape
 
 if TYPE_CHECKING:  # the driver looks at the families, and must not import Megatron for that
-    from learner.model.parallel import Placement
+    from evenkeel.learner.model.parallel import Placement
 
 T = TypeVar("T")
 GATHER_BYTES = 2**26

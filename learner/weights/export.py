@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
-from correction.engines.weight_spec import WeightSpec
-from learner.hf import hf_folder
-from learner.model.parallel import Placement
-from learner.weights.convert import runs
-from learner.weights.file_sums import leave_sum
+from evenkeel.engines.weights import WeightBucket, WeightSpec, packed, packed_bytes, tensor_checksum
+from evenkeel.learner.hf import folder as hf_folder
+from evenkeel.learner.model.parallel import Placement
+from evenkeel.learner.weights.convert import runs
+from evenkeel.learner.weights.file_sums import leave_sum
 
 SHARD_BYTES = 4 * 2**30
 """Largest file of weights in a saved folder."""

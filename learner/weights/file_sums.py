@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from correction.errors import DataError
+from evenkeel.correction.errors import DataError
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"

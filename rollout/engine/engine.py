@@ -22,23 +22,31 @@ from typing import Any, TypeVar
 import numpy as np
 import pybase64
 
-from correction.engines.expert_count import DENSE_FAMILIES, expert_count
-from correction.engines.processor import Processor
-from correction.engines.quick_imports import gc_paused
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, RequestError, SyncError
-from rollout.continuation import continued, is_begun, kept, unanswered, unsampled
-from rollout.engine import weight_transfer
-from rollout.engine.engine_process import CONTROLLER, EngineProcess
-from rollout.engine.heartbeat import SchedulerProbe, kernels_are_compiled, processor_seconds, until_engine_lost
-from rollout.engine.weight_transfer import Receiving, Sending, UpdateCheck
-from rollout.engine_settings.engine_config import EngineConfig, UpdateMode
-from rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES, obstacles
-from rollout.engine_settings.request_lengths import RequestLengths
-from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
-from rollout.sglang_plugin.weight_parts import RankParts
-from rollout.trajectory import (
+from evenkeel.correction.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    EngineDirty,
+    EngineError,
+    EvenkeelError,
+    RequestError,
+    SyncError,
+)
+from evenkeel.engines.agreement import Processor
+from evenkeel.engines.contract import DENSE_FAMILIES, expert_count
+from evenkeel.engines.machine import gc_paused
+from evenkeel.engines.weights import WeightBucket, WeightSpec
+from evenkeel.rollout.continuation import continued, is_begun, kept, unanswered, unsampled
+from evenkeel.rollout.engine import weight_transfer
+from evenkeel.rollout.engine.engine_process import CONTROLLER, EngineProcess
+from evenkeel.rollout.engine.heartbeat import SchedulerProbe, kernels_are_compiled, processor_seconds, until_engine_lost
+from evenkeel.rollout.engine.weight_transfer import Receiving, Sending, UpdateCheck
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig, UpdateMode
+from evenkeel.rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES, obstacles
+from evenkeel.rollout.engine_settings.request_lengths import RequestLengths
+from evenkeel.rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
+from evenkeel.rollout.sglang_plugin.weight_parts import RankParts
+from evenkeel.rollout.trajectory import (
     FinishReason,
     RoutedExperts,
     SyncReceipt,
@@ -387,7 +395,7 @@ class RolloutEngine:
     async def weight_checksums(
         self, sent: Sequence[WeightBucket] = (), verified: Mapping[str, str] = MappingProxyType({})
     ) -> dict[str, str]:
-        """HF name -> correction.engines.checksum.tensor_checksum of what the engine holds now, in its dtype.
+        """HF name -> engines.weights.tensor_checksum of what the engine holds now, in its dtype.
 
         Args:
             sent: the weights that it should hold. An engine of several ranks has no whole tensor: each rank's parts are compared with

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
-from correction.errors import EngineError
+from evenkeel.correction.errors import EngineError
+from evenkeel.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
 
 LAST = "logits_processor"
 _LAYER = {

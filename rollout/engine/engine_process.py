@@ -32,17 +32,15 @@ from typing import Any, TypeVar
 
 import psutil
 
-from correction.engines.device_choice import KEPT_KERNELS
-from correction.engines.environment import environment
-from correction.engines.quick_imports import gc_paused, unimportable
-from correction.errors import DeadlineExceeded, EngineError, EvenkeelError
-from rollout import sglang_plugin
-from rollout.engine_settings.engine_capabilities import EngineCapabilities
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.engine_settings.engine_ranks import environment_of_ranks, free_ports
-from rollout.sglang_plugin import last_error, served_models
-from rollout.sglang_plugin.attention_kernel import check_compiler
-from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
+from evenkeel.correction.errors import DeadlineExceeded, EngineError, EvenkeelError
+from evenkeel.engines.machine import KEPT_KERNELS, environment, gc_paused, unimportable
+from evenkeel.rollout import sglang_plugin
+from evenkeel.rollout.engine_settings.engine_capabilities import EngineCapabilities
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.engine_settings.engine_ranks import environment_of_ranks, free_ports
+from evenkeel.rollout.sglang_plugin import last_error, served_models
+from evenkeel.rollout.sglang_plugin.attention_kernel import check_compiler
+from evenkeel.rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
 
 T = TypeVar("T")
 CONTROLLER = "controller"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from correction.errors import ConfigError
+from evenkeel.correction.errors import ConfigError
 
 _PREFIX = "evenkeel-engine-"
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"

@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from correction.engines.weight_bucket import WeightBucket, packed, packed_bytes
-from correction.engines.weight_spec import WeightSpec, goes_whole, widest_first
-from correction.errors import SyncError
-from rollout.engine_settings.engine_config import UpdateMode
-from rollout.trajectory import SyncReceipt
+from evenkeel.correction.errors import SyncError
+from evenkeel.engines.weights import WeightBucket, WeightSpec, goes_whole, packed, packed_bytes, widest_first
+from evenkeel.rollout.engine_settings.engine_config import UpdateMode
+from evenkeel.rollout.trajectory import SyncReceipt
 
 T = TypeVar("T")
 R = TypeVar("R")

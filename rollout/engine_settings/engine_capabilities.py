@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points
 from importlib.metadata import version as installed_version
 
-from correction.errors import ConfigError
+from evenkeel.correction.errors import ConfigError
 
 TESTED_SGLANG = "0.5.21"
 """The version whose protocol, answers and functions this package was written against."""
@@ -61,7 +61,8 @@ class EngineCapabilities:
 
 def has_plugin() -> bool:
     """Whether SGLang finds evenkeel's entry points in this environment."""
-    return all(any(point.value.startswith("rollout.sglang_plugin") for point in entry_points(group=group)) for group in PLUGIN_GROUPS)
+    ours = "evenkeel.rollout.sglang_plugin"
+    return all(any(point.value.startswith(ours) for point in entry_points(group=group)) for group in PLUGIN_GROUPS)
 
 
 def installed(distribution: str) -> str:

@@ -7,13 +7,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from correction.engines.device_choice import Backend, Device, Dtype, decided, device_of, dtype_of, group_backend_of, is_open
-from correction.engines.float8_format import CONFIG
-from correction.engines.gpu_share import PREFILL_TOKENS
-from correction.errors import ConfigError
-from correction.settings.base import Settings
-from rollout.engine_settings.engine_arguments import refusal
-from rollout.engine_settings.request_lengths import RequestLengths
+from evenkeel.correction.errors import ConfigError
+from evenkeel.correction.settings.base import Settings
+from evenkeel.engines.float8_format import CONFIG
+from evenkeel.engines.machine import PREFILL_TOKENS, Backend, Device, Dtype, decided, device_of, dtype_of, group_backend_of, is_open
+from evenkeel.rollout.engine_settings.engine_arguments import refusal
+from evenkeel.rollout.engine_settings.request_lengths import RequestLengths
 
 UpdateMode = Literal["retract", "in_place"]
 """What becomes of requests in flight when weights are updated: see EngineConfig.weight_update_mode."""
@@ -42,7 +41,7 @@ RESERVED_ARGUMENTS = {
 }
 """SGLang arguments that evenkeel sets itself, and what to set instead of each."""
 _OF_A_SHARE = {"chunked_prefill_size": PREFILL_TOKENS, "disable_prefill_cuda_graph": True}
-"""Arguments of an engine with a share of a GPU, so that all of its memory can be counted (correction/engines/gpu_share.py): a small
+"""Arguments of an engine with a share of a GPU, so that all of its memory can be counted (engines/machine.py): a small
 prefill chunk, and no CUDA graphs of prefill, of which that chunk would have 42, 336 MiB by SGLang's own estimate."""
 
 _RUNNER = {"moe_runner_backend": "triton"}

@@ -9,8 +9,8 @@ import random
 import socket
 from collections.abc import Iterator, Sequence
 
-from correction.errors import EngineError
-from rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.correction.errors import EngineError
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
 CPU_WIDTH = 32
 """On a CPU SGLang pads each rank's feed-forward part to a multiple of this; padded weights would have other shapes than the files."""

@@ -29,8 +29,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.parent_death import adopt_orphans, signal_at_parents_death
-from rollout.rewards.reward_guardian import guard, limit_process
+from evenkeel.rollout.parent_death import adopt_orphans, signal_at_parents_death
+from evenkeel.rollout.rewards.reward_guardian import guard, limit_process
 
 LENGTH = struct.Struct("!Q")
 """Before each message: its size in bytes."""

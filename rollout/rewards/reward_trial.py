@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rollout.config import AfterMarker, Extraction, RegexMatch
-from rollout.rewards.reward_process import accepted
+from evenkeel.rollout.config import AfterMarker, Extraction, RegexMatch
+from evenkeel.rollout.rewards.reward_process import accepted
 
 WRONG = ("I don't know.", "")
 """Answers that are right to hardly any question: one in words, one without any. Models give both kinds."""

@@ -27,14 +27,14 @@ from typing import Any, Literal
 
 import psutil
 
-from correction.errors import ConfigError, signal_name
-from rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
-from rollout.continuation import unanswered
-from rollout.module_path import checkout
-from rollout.rewards.reward_guardian import limit_passed
-from rollout.rewards.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
-from rollout.rewards.reward_trial import in_its_form
-from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
+from evenkeel.correction.errors import ConfigError, signal_name
+from evenkeel.rollout.config import FunctionReward, ReasoningGymReward, ReasoningGymTask, RewardConfig, TaskConfig
+from evenkeel.rollout.continuation import unanswered
+from evenkeel.rollout.module_path import checkout
+from evenkeel.rollout.rewards.reward_guardian import limit_passed
+from evenkeel.rollout.rewards.reward_process import LENGTH, SINGLE, are_parts, pack_message, shortened
+from evenkeel.rollout.rewards.reward_trial import in_its_form
+from evenkeel.rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
 _MAX_REPLY_BYTES = 1 << 24
 _LONGEST_ERROR = 2000
@@ -238,7 +238,7 @@ class _ScoringProcess:
             of_child.callback(os.close, leash)
             unless_started.callback(os.close, held)
             passed = [theirs.fileno(), leash]
-            command = [sys.executable, "-P", "-m", "rollout.rewards.reward_process", *map(str, passed), str(os.getpid())]
+            command = [sys.executable, "-P", "-m", "evenkeel.rollout.rewards.reward_process", *map(str, passed), str(os.getpid())]
             # A session of its own: Ctrl-C is for the run.
             self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed, env=environment, start_new_session=True)
             self._socket, self._leash = ours, held

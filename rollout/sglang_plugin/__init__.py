@@ -16,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-from rollout.engine_settings.engine_capabilities import GPU_KERNELS, installed
+from evenkeel.rollout.engine_settings.engine_capabilities import GPU_KERNELS, installed
 
 STAND_INS = ("sgl_kernel", "torchvision")
 UNUSED = "megatron"
@@ -57,9 +57,19 @@ def _serves_a_cpu(name: str) -> bool:
 def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
-    from correction.engines import matrix_products
-    from rollout.sglang_plugin import attention, batch_invariant, experts, float8, gpu_share, hooks, last_error, seeded_sampler, weights
-    from rollout.stacks import register_stack_dump
+    from evenkeel.engines import matrix_products
+    from evenkeel.rollout.sglang_plugin import (
+        attention,
+        batch_invariant,
+        experts,
+        float8,
+        gpu_share,
+        hooks,
+        last_error,
+        seeded_sampler,
+        weights,
+    )
+    from evenkeel.rollout.stacks import register_stack_dump
 
     if _is_child():
         if sys.modules.get(UNUSED, ...) is None:

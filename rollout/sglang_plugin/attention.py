@@ -16,7 +16,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from rollout.sglang_plugin.attention_kernel import AttentionKernel
+from evenkeel.rollout.sglang_plugin.attention_kernel import AttentionKernel
 
 STOCK_NAME = "torch_native"
 """Our backend takes SGLang's name: SGLang decides by it, in several places, not to use Triton kernels."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from correction.errors import EngineError
+from evenkeel.correction.errors import EngineError
 
 SOURCE = Path(__file__).with_name("attention.c")
 ELEMENTS = {torch.float32: "FLOAT32", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}

@@ -15,10 +15,10 @@ from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
-from correction.engines import operators
-from correction.errors import ConfigError
-from rollout.sglang_plugin.attention import STOCK_NAME, PlainAttentionBackend, is_plain
-from rollout.sglang_plugin.running_cache import RunningCache, gather
+from evenkeel.correction.errors import ConfigError
+from evenkeel.engines import operators
+from evenkeel.rollout.sglang_plugin.attention import STOCK_NAME, PlainAttentionBackend, is_plain
+from evenkeel.rollout.sglang_plugin.running_cache import RunningCache, gather
 
 
 def register(projection_parts: int) -> None:

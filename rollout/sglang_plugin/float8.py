@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
-from correction.engines.float8 import LARGEST, dequantised
-from correction.engines.float8_format import BLOCK
+from evenkeel.engines.float8_format import BLOCK
+from evenkeel.engines.weights import LARGEST, dequantised
 
 _LEAST = 1e-10
 """SGLang's largest entry of a group whose entries are all smaller."""

@@ -1,4 +1,4 @@
-"""An engine with a share of a GPU sizes its KV cache by that share, not by what happens to be free (correction/engines/gpu_share.py)."""
+"""An engine with a share of a GPU sizes its KV cache by that share, not by what happens to be free (engines/machine.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from correction.engines.gpu_share import CONTEXT, LEAST_OF_CACHE, engine_budget, outside_cache
-from rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.engines.machine import CONTEXT, LEAST_OF_CACHE, engine_budget, outside_cache
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
 TARGET = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 

@@ -15,10 +15,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from correction.engines import host_memory
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.sglang_plugin.mapped_memory import keep_mapped
-from rollout.sglang_plugin.weight_group import joined_in, leave, received_in
+from evenkeel.engines import machine as host_memory
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.sglang_plugin.mapped_memory import keep_mapped
+from evenkeel.rollout.sglang_plugin.weight_group import joined_in, leave, received_in
 
 # Actions that the plugin adds to SGLang's request `check_weights`
 SPECS = "evenkeel.specs"
@@ -75,7 +75,7 @@ def register(group_timeout_s: float) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def with_timeout(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from correction.engines.rendezvous import gloo_towards
+        from evenkeel.engines.rendezvous import gloo_towards
 
         if kwargs.get("backend") == "gloo":
             backend, options = gloo_towards(urlsplit(kwargs.get("init_method") or "").hostname, psutil.net_if_addrs())
@@ -102,7 +102,7 @@ def register(group_timeout_s: float) -> None:
 
 def _store_on_its_address(host: str, port: int, rank: int, world_size: int, timeout: timedelta, *_: Any, **__: Any) -> Any:
     """Where an engine's ranks find each other: SGLang asks for 127.0.0.1, and torch would listen on all interfaces all the same."""
-    from correction.engines.rendezvous import rendezvous_store
+    from evenkeel.engines.rendezvous import rendezvous_store
 
     return rendezvous_store(host, port, rank=rank, world_size=world_size, timeout=timeout)
 

@@ -20,7 +20,7 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend, top_p_n
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
-from correction.engines.gpu_share import SUMMED
+from evenkeel.engines.machine import SUMMED
 
 BACKEND = "pytorch"
 """Value of SGLang's `sampling_backend` that selects our sampler; on a CPU SGLang sets this name whatever is asked for."""

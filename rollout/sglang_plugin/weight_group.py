@@ -2,7 +2,7 @@
 
 SGLang joins in the scheduler's own thread, by a call of gloo's that ends when all members are connected, or at the group's time-out. NCCL
 would connect with the first broadcast, by a call without a deadline, while the engine stands still for its weights. Here the members first
-meet at rank 0's store (Rendezvous, correction/engines/rendezvous.py), and then connect at once, over NCCL by a broadcast of one byte: in a
+meet at rank 0's store (Rendezvous, engines/rendezvous.py), and then connect at once, over NCCL by a broadcast of one byte: in a
 thread beside the scheduler's. If the learner gives the group up, because a member is gone, the engine samples again within moments.
 
 It leaves in a thread, too: torch lets NCCL end what is under way first, and NCCL may wait there for members that failed.
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from correction.engines.rendezvous import Rendezvous, abort_group
+from evenkeel.engines.rendezvous import Rendezvous, abort_group
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A bucket of weights that rank 0 broadcasts counts when the GPU has it, and not before.

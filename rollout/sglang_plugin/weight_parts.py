@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import EngineError, SyncError
+from evenkeel.correction.errors import EngineError, SyncError
+from evenkeel.engines.weights import WeightBucket, WeightSpec, tensor_checksum
 
 Range = tuple[int, int]
 """First row (or column), and the one after the last."""

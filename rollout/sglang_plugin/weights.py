@@ -19,12 +19,12 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor, nn
 
-from correction.engines.checksum import tensor_checksum
-from correction.engines.float8_format import BLOCK, SCALE_SUFFIX
-from correction.engines.processor import Processor
-from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
-from rollout.sglang_plugin.rank_receipts import RankReceipts
-from rollout.sglang_plugin.weight_parts import WeightPart, text_of
+from evenkeel.engines.agreement import Processor
+from evenkeel.engines.float8_format import BLOCK, SCALE_SUFFIX
+from evenkeel.engines.weights import tensor_checksum
+from evenkeel.rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, RECEIPT, SPECS
+from evenkeel.rollout.sglang_plugin.rank_receipts import RankReceipts
+from evenkeel.rollout.sglang_plugin.weight_parts import WeightPart, text_of
 
 logger = logging.getLogger(__name__)
 GATE_AND_UP = ("gate_proj", "up_proj")

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from correction.errors import ConfigError, DataError, not_read
-from rollout.config import RolloutConfig, TaskConfig
+from evenkeel.correction.errors import ConfigError, DataError, not_read
+from evenkeel.rollout.config import RolloutConfig, TaskConfig
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Control tokens come from the chat template alone: where a turn's text spells one, it stays text, and no question can forge a turn.

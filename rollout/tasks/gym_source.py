@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from correction.errors import ConfigError, DataError
-from rollout.config import ReasoningGymTask
-from rollout.rewards.reward_process import create_reasoning_gym, error_text
-from rollout.tasks.questions import Question, SkippedRow, hash_share, text_key
+from evenkeel.correction.errors import ConfigError, DataError
+from evenkeel.rollout.config import ReasoningGymTask
+from evenkeel.rollout.rewards.reward_process import create_reasoning_gym, error_text
+from evenkeel.rollout.tasks.questions import Question, SkippedRow, hash_share, text_key
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Names of reasoning-gym's data sets and of their options, read from its sources: importing it, and what it draws with, takes a second.

@@ -13,9 +13,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from correction.errors import DataError, counted
-from rollout.config import FileTask, HuggingFaceTask
-from rollout.tasks.questions import Question, SkippedRow, hash_share, text_key
+from evenkeel.correction.errors import DataError, counted
+from evenkeel.rollout.config import FileTask, HuggingFaceTask
+from evenkeel.rollout.tasks.questions import Question, SkippedRow, hash_share, text_key
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Rows as files and Hugging Face data sets hold them, before anything is asked of them; what isn't UTF-8 is refused or named.

@@ -14,15 +14,15 @@ from typing import Any
 
 import xxhash
 
-from correction.errors import DataError, counted
-from rollout.config import ReasoningGymTask, TaskConfig
-from rollout.rewards.reward_process import GYM_ENTRY, accepted, as_json
-from rollout.tasks.chat import ChatEncoder
-from rollout.tasks.gym_source import ReasoningGymSource, check_names
-from rollout.tasks.prompt_place import PromptPlace
-from rollout.tasks.questions import Question, QuestionSource, SkippedRow, text_key
-from rollout.tasks.rows import RowSource, with_field
-from rollout.trajectory import Demonstration, Prompt
+from evenkeel.correction.errors import DataError, counted
+from evenkeel.rollout.config import ReasoningGymTask, TaskConfig
+from evenkeel.rollout.rewards.reward_process import GYM_ENTRY, accepted, as_json
+from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.tasks.gym_source import ReasoningGymSource, check_names
+from evenkeel.rollout.tasks.prompt_place import PromptPlace
+from evenkeel.rollout.tasks.questions import Question, QuestionSource, SkippedRow, text_key
+from evenkeel.rollout.tasks.rows import RowSource, with_field
+from evenkeel.rollout.trajectory import Demonstration, Prompt
 
 _FINGERPRINT_POSITIONS = 16
 

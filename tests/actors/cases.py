@@ -9,11 +9,11 @@ from typing import Any
 
 import ray
 
-from actors.carriers import DiscardedGroup, StoredGroup, Ticket
-from actors.groups.book import GroupBook, discard_reason
-from actors.groups.changes import Changes
-from actors.state.queue_snapshot import BookContents, QueueSnapshot
-from rollout.trajectory import (
+from evenkeel.actors.carriers import DiscardedGroup, StoredGroup, Ticket
+from evenkeel.actors.groups.book import GroupBook, discard_reason
+from evenkeel.actors.groups.changes import Changes
+from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.rollout.trajectory import (
     AnswerFacts,
     FailureKind,
     FinishReason,

@@ -19,23 +19,23 @@ import ray
 import torch
 from torch import Tensor
 
-from actors.carriers import PreparedBatch
-from actors.config import EarlyWarningConfig
-from correction.batch import CorrectedBatch, FinalDecision, PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import correct, defer
-from correction.decision import no_counts
-from correction.diagnostics.diagnose import clipped_tokens, diagnose
-from correction.early_warning.monitor import Monitor
-from correction.presets.methods import PRESETS
-from correction.settings.schedule import needs_proximal_forward, needs_topk
+from evenkeel.actors.carriers import PreparedBatch
+from evenkeel.actors.config import EarlyWarningConfig
+from evenkeel.correction.batch import CorrectedBatch, FinalDecision, PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import correct, defer
+from evenkeel.correction.decision import no_counts
+from evenkeel.correction.diagnostics.diagnose import clipped_tokens, diagnose
+from evenkeel.correction.early_warning.monitor import Monitor
+from evenkeel.correction.presets.methods import PRESETS
+from evenkeel.correction.settings.schedule import needs_proximal_forward, needs_topk
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.kept_weights import KeptWeights
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.results import SplitLogprobs, StepValues
+from evenkeel.rollout.engine.weight_transfer import require_checksums
+from evenkeel.rollout.trajectory import Group, TopLogprobs
 from lab.weight_buckets import weight_buckets
-from learner.config import LearnerConfig
-from learner.kept_weights import KeptWeights
-from learner.learner_rank import LearnerRank
-from learner.results import SplitLogprobs, StepValues
-from rollout.engine.weight_transfer import require_checksums
-from rollout.trajectory import Group, TopLogprobs
 from tests.actors.read_only_memory import read_only
 from tests.actors.service.service_scene import GROUPS, Learner, ServiceScene, answered, play, result_of
 from tests.learner.learner_cases import VOCAB, grouped_batch, learner_on, off_policy_batch

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from correction.config import CorrectionConfig
-from correction.correct import defer
-from correction.diagnostics.diagnose import diagnose
-from correction.terms.advantages import group_advantages
-from rollout.config import OverlongConfig, TrainOverlong
-from rollout.packing import pack_groups
-from rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import defer
+from evenkeel.correction.diagnostics.diagnose import diagnose
+from evenkeel.correction.terms.advantages import group_advantages
+from evenkeel.rollout.config import OverlongConfig, TrainOverlong
+from evenkeel.rollout.packing import pack_groups
+from evenkeel.rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
 
 PROMPT, SAMPLES, ANSWER = 100, 8, 1900
 CORRECTION = CorrectionConfig.model_validate({"preset": "tis-token"})

@@ -16,7 +16,6 @@ import psutil
 import pytest
 import ray
 
-from actors.carriers import ExportPlan
 from benchmarks import control_plane_actors
 from benchmarks.process_use import StoreUse
 from benchmarks.replayed_parts import (
@@ -29,10 +28,11 @@ from benchmarks.replayed_parts import (
 )
 from benchmarks.replayed_run import Figures, ReplayedShape, prompt_of, recorded_shape
 from benchmarks.sides import ROOT
-from correction.errors import ConfigError
+from evenkeel.actors.carriers import ExportPlan
+from evenkeel.correction.errors import ConfigError
+from evenkeel.rollout.engine.weight_transfer import require_checksums
 from lab.simulate.costs import AnswerLengths
 from lab.simulate.measured import recorded_lengths
-from rollout.engine.weight_transfer import require_checksums
 from tests.lab.test_simulate import LENGTHS, PROMPT, record
 
 LONG = [50, 60, 1990]

@@ -19,7 +19,7 @@ from benchmarks.early_warning import (
     score,
     shares,
 )
-from correction.early_warning.monitor import MonitorConfig
+from evenkeel.correction.early_warning.monitor import MonitorConfig
 from lab.recorded_runs import SERIES, RecordedRun, collapse_step, load_runs, write_run
 
 GOOD, BAD = 0.6, 0.0

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.precision import precision_gap
-from correction.errors import ConfigError
+from evenkeel.correction.errors import ConfigError
 
 
 def test_the_published_figures_for_bfloat16():

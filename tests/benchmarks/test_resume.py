@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from actors.state.json_lines import JsonLines
 from benchmarks.resume import Resumed, resume, write_run
+from evenkeel.actors.json_lines import JsonLines
 from tests.learner.learner_cases import learner_on
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.routing_replay import SHAPE, measure
-from learner.hf.nano import build_nano_model
+from evenkeel.learner.hf.nano import build_nano_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from actors.carriers import WeightChecksums
-from actors.config import WeightSyncConfig
-from actors.queue.payloads import checksums_of
-from correction.engines.weight_bucket import WeightBucket
-from rollout.trajectory import SyncReceipt
+from evenkeel.actors.carriers import WeightChecksums
+from evenkeel.actors.config import WeightSyncConfig
+from evenkeel.actors.groups.tokens import checksums_of
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.rollout.trajectory import SyncReceipt
 
 
 def test_weights_travel_in_the_buckets_of_a_run_unless_others_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from correction import PackedBatch
+from evenkeel.correction import PackedBatch
 
 # The worked example: probabilities of the sampled tokens under mu, the proximal and the target policy.
 ADVANTAGE = (1.0, -1.0, 0.5)

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from correction.engines import operators
-from correction.engines.operators import whole_blocks
+from evenkeel.engines import operators
+from evenkeel.engines.operators import whole_blocks
 
 ROW_COUNTS = [*range(1, 18), 23, 31, 32, 33, 63, 64, 65, 100, 127, 129, 200, 333, 511, 777, 1000]
 SHAPES = [(64, 64), (192, 1152), (576, 192), (192, 151), (896, 1024), (2048, 96)]

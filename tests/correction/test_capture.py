@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from correction.engines.capture import FUSED, CapturedRows, OperatorPlace, compare_captures, sequence_start
-from correction.errors import EngineError
+from evenkeel.correction.errors import EngineError
+from evenkeel.engines.capture import FUSED, CapturedRows, OperatorPlace, compare_captures, sequence_start
 
 LOGITS = OperatorPlace("logits")
 

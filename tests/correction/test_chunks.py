@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import PRESETS, CorrectionConfig, correct, diagnose, policy_loss, settle
-from correction import batch as batches
-from correction.terms import segments
+from evenkeel.correction import PRESETS, CorrectionConfig, correct, diagnose, policy_loss, settle
+from evenkeel.correction import batch as batches
+from evenkeel.correction.terms import segments
 from tests.correction.fixtures import random_batch
 
 NAMES = sorted(name for name in PRESETS if "topk" not in name)
@@ -33,7 +33,7 @@ def test_weights_and_numbers_do_not_depend_on_the_cuts(name, monkeypatch):
     config = CorrectionConfig(preset=name)
     whole, tensors = everything(batch, target, config)
     monkeypatch.setattr(batches, "CPU_TOKENS", 50)
-    monkeypatch.setattr("correction.diagnostics.diagnose.CPU_CHUNK", 33)
+    monkeypatch.setattr("evenkeel.correction.diagnostics.diagnose.CPU_CHUNK", 33)
     cut, cut_tensors = everything(batch, target, config)
     assert set(cut) == set(whole)
     assert cut == pytest.approx(whole, rel=1e-10, abs=1e-12)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import (
+from evenkeel.correction import (
     PRESETS,
     ConfigError,
     CorrectionConfig,
@@ -19,11 +19,11 @@ from correction import (
     presets_table,
     settle,
 )
-from correction.settings.choices import Statistic, WeightMode
-from correction.terms.divergence import Estimator, estimate, table_kl, table_tv, topk_table
-from correction.terms.importance import bounded_weights
-from correction.terms.objectives import clipped_loss
-from correction.terms.rejection import second_moment_keep, token_statistic, within
+from evenkeel.correction.settings.choices import Statistic, WeightMode
+from evenkeel.correction.terms.divergence import Estimator, estimate, table_kl, table_tv, topk_table
+from evenkeel.correction.terms.importance import bounded_weights
+from evenkeel.correction.terms.objectives import clipped_loss
+from evenkeel.correction.terms.rejection import second_moment_keep, token_statistic, within
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 LOG_RHO = flat_log(PROX) - flat_log(MU)

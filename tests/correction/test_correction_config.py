@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from correction import PRESETS, CorrectionConfig, needs_topk
-from correction.settings.base import Settings
+from evenkeel.correction import PRESETS, CorrectionConfig, needs_topk
+from evenkeel.correction.settings.base import Settings
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from correction.config import CorrectionConfig
-from correction.diagnostics.quantities import DIAGNOSTICS
-from correction.presets.methods import PRESETS
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.diagnostics.quantities import DIAGNOSTICS
+from evenkeel.correction.presets.methods import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "correction.md"
 

@@ -8,8 +8,8 @@ from statistics import fmean as mean
 import pytest
 import torch
 
-from correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose, policy_loss
-from correction.errors import DataError
+from evenkeel.correction import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, CorrectionConfig, correct, defer, diagnose, policy_loss
+from evenkeel.correction.errors import DataError
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 MU_FLAT, PROX_FLAT = [p for row in MU for p in row], [p for row in PROX for p in row]

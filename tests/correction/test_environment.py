@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from correction.engines.environment import environment
+from evenkeel.engines.machine import environment
 
 SET, UNSET = "EVENKEEL_TEST_SET", "EVENKEEL_TEST_UNSET"
 

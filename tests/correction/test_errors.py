@@ -7,7 +7,16 @@ import signal
 
 import pytest
 
-from correction.errors import ConfigError, DataError, DeadlineExceeded, EngineError, EvenkeelError, LateError, one_line, signal_name
+from evenkeel.correction.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    EngineError,
+    EvenkeelError,
+    LateError,
+    one_line,
+    signal_name,
+)
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, EngineError, LateError])

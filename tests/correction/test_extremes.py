@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import (
+from evenkeel.correction import (
     PRESETS,
     CorrectionConfig,
     DataError,
@@ -20,7 +20,7 @@ from correction import (
     policy_scale,
     settle,
 )
-from correction.settings.schedule import policies_read
+from evenkeel.correction.settings.schedule import policies_read
 from tests.correction.fixtures import flat_log, random_batch, worked_example
 from tests.correction.test_properties import NAMES
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from correction.engines.float8 import dequantised, in_float8, quantised
-from correction.engines.float8_format import BLOCK, CONFIG
+from evenkeel.engines.float8_format import BLOCK, CONFIG
+from evenkeel.engines.weights import dequantised, in_float8, quantised
 
 
 @settings(max_examples=30, deadline=None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import (
+from evenkeel.correction import (
     PARTIALS,
     PRESETS,
     CorrectionConfig,
@@ -16,8 +16,8 @@ from correction import (
     policy_loss,
     policy_scale,
 )
-from correction.settings.choices import Level
-from correction.terms.segments import Levels
+from evenkeel.correction.settings.choices import Level
+from evenkeel.correction.terms.segments import Levels
 from tests.correction.fixtures import random_batch
 
 VARIANTS = [

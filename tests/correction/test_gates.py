@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from correction import CorrectionConfig, PackedBatch, correct, loss_metrics, policy_loss
-from correction.terms.objectives import clip_gate, clipped_loss, divergence_gate, relaxed_clip
+from evenkeel.correction import CorrectionConfig, PackedBatch, correct, loss_metrics, policy_loss
+from evenkeel.correction.terms.objectives import clip_gate, clipped_loss, divergence_gate, relaxed_clip
 
 
 def gradients(settings: dict[str, Any], rows: list[tuple[float, float, float, float]]) -> list[float]:

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from correction import CorrectionConfig, correct, loss_metrics, policy_loss, policy_scale, settle
-from correction.config import merged
+from evenkeel.correction import CorrectionConfig, correct, loss_metrics, policy_loss, policy_scale, settle
+from evenkeel.correction.config import merged
 from tests.correction.fixtures import ADVANTAGE, MU, PROX, THETA, flat_log, worked_example
 
 ROWS = [list(zip(m, p, t, strict=True)) for m, p, t in zip(MU, PROX, THETA, strict=True)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import (
+from evenkeel.correction import (
     PRESETS,
     CorrectedBatch,
     CorrectionConfig,
@@ -22,7 +22,7 @@ from correction import (
     settle,
     shard_sums,
 )
-from correction.settings.schedule import policies_read
+from evenkeel.correction.settings.schedule import policies_read
 from tests.correction.fixtures import flat_log, random_batch, worked_example
 
 NAN, INF = float("nan"), float("inf")

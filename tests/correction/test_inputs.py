@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import correction
-from correction import (
+from evenkeel import correction
+from evenkeel.correction import (
     PRESETS,
     AdvantageConfig,
     ConfigError,
@@ -27,7 +27,7 @@ from correction import (
     from_padded,
     policy_loss,
 )
-from correction.presets import methods
+from evenkeel.correction.presets import methods
 from tests.correction.fixtures import random_batch, worked_example
 
 DATA = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs", "advantages")

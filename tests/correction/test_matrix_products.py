@@ -12,9 +12,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from correction.engines import matrix_products
-from correction.engines.device_choice import KEPT_KERNELS
-from correction.engines.matrix_products import MANY_ROWS, ROW_MULTIPLE, product
+from evenkeel.engines import matrix_products
+from evenkeel.engines.machine import KEPT_KERNELS
+from evenkeel.engines.matrix_products import MANY_ROWS, ROW_MULTIPLE, product
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")  # type: ignore[no-untyped-call]
 
@@ -72,7 +72,7 @@ def test_empty_factors_and_those_that_do_not_fit_are_left_to_torch() -> None:
 PROGRAM = """
 import psutil, torch
 from torch.profiler import profile
-from correction.engines import matrix_products
+from evenkeel.engines import matrix_products
 matrix_products.is_needed = lambda: True
 matrix_products.use_fastest()
 matrix_products.use_fastest()

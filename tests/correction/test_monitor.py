@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from correction.early_warning.monitor import SYMPTOMS, Monitor, MonitorConfig, State, Symptom, theil_sen
+from evenkeel.correction.early_warning.monitor import SYMPTOMS, Monitor, MonitorConfig, State, Symptom, theil_sen
 
 START = 2 + 20  # steps skipped and of the baseline
 K3 = 1e-3
@@ -244,7 +244,7 @@ def test_numbers_are_written_as_a_runs_metrics_of_them_are():
 
 
 def test_symptoms_are_known_numbers():
-    from correction import DIAGNOSTICS
+    from evenkeel.correction import DIAGNOSTICS
 
     assert all(symptom.name in DIAGNOSTICS for symptom in SYMPTOMS)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from correction import CorrectionConfig, PackedBatch, correct
+from evenkeel.correction import CorrectionConfig, PackedBatch, correct
 
 
 def sampled(noise: float, sequences: int = 300, vocabulary: int = 64) -> PackedBatch:

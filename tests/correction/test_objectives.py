@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from correction import CorrectionConfig, correct, loss_metrics, policy_loss
-from correction.terms.objectives import clipped_loss, gamma_coefficient, score_loss, soft_gate_loss
+from evenkeel.correction import CorrectionConfig, correct, loss_metrics, policy_loss
+from evenkeel.correction.terms.objectives import clipped_loss, gamma_coefficient, score_loss, soft_gate_loss
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 LENGTHS, ADVANTAGES = (4, 3, 2), (1.0, -1.0, 0.5)

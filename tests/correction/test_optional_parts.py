@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from correction import CorrectionConfig, correct, group_advantages, policy_loss
+from evenkeel.correction import CorrectionConfig, correct, group_advantages, policy_loss
 from tests.correction.fixtures import MU, PROX, THETA, flat_log, random_batch, worked_example
 
 RHO = [p / m for a, b in zip(PROX, MU, strict=True) for p, m in zip(a, b, strict=True)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction import (
+from evenkeel.correction import (
     PRESETS,
     ConfigError,
     CorrectedBatch,

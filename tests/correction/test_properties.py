@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from correction import PRESETS, CorrectionConfig, correct, for_step, from_padded, policy_loss, policy_scale, settle, to_padded
-from correction.settings.choices import Level
-from correction.terms.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
-from correction.terms.ratios import aggregate_log_ratio
-from correction.terms.segments import Levels
+from evenkeel.correction import PRESETS, CorrectionConfig, correct, for_step, from_padded, policy_loss, policy_scale, settle, to_padded
+from evenkeel.correction.settings.choices import Level
+from evenkeel.correction.terms.divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
+from evenkeel.correction.terms.ratios import aggregate_log_ratio
+from evenkeel.correction.terms.segments import Levels
 from tests.correction.fixtures import random_batch
 
 TOPK = ("dppo-topk-tv", "dppo-topk-kl")

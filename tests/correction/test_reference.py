@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from correction import PRESETS, CorrectionConfig, PackedBatch, correct, policy_loss, policy_scale, settle
-from correction.batch import CorrectedBatch
+from evenkeel.correction import PRESETS, CorrectionConfig, PackedBatch, correct, policy_loss, policy_scale, settle
+from evenkeel.correction.batch import CorrectedBatch
 from tests.correction.reference import Method, Sequence, run
 from tests.correction.reference_methods import METHODS, VARIANTS, kl_of_two
 

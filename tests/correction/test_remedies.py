@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.remedies import ExactPolicy, Sample, outcomes, recorded_table
-from correction import PRESETS, CorrectionConfig, correct
-from correction.early_warning.monitor import SYMPTOMS
-from correction.early_warning.replacement import breaks_at_an_alarm
-from correction.errors import ConfigError
+from evenkeel.correction import PRESETS, CorrectionConfig, correct
+from evenkeel.correction.early_warning.monitor import SYMPTOMS
+from evenkeel.correction.early_warning.replacement import breaks_at_an_alarm
+from evenkeel.correction.errors import ConfigError
 from lab.recorded_runs import RecordedRun
 
 _PRESET = r"correction\.preset: ([a-z-]+)(?:,? or (?!lower)([a-z-]+))?"
@@ -158,7 +158,7 @@ def test_symptoms_name_presets_that_exist() -> None:
 
 
 def test_an_unknown_setting_of_the_monitor_names_the_known_ones() -> None:
-    from correction.early_warning.monitor import MonitorConfig
+    from evenkeel.correction.early_warning.monitor import MonitorConfig
 
     with pytest.raises((ConfigError, ValueError), match=r"setting = bf16: no level is known.*dense_bfloat16"):
         MonitorConfig(setting="bf16")

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from correction.config import CorrectionConfig
-from correction.early_warning.replacement import check_replaceable, switched, tightened
-from correction.errors import ConfigError
-from correction.presets.methods import PRESETS
-from correction.presets.preset import Preset, score, truncate
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.early_warning.replacement import check_replaceable, switched, tightened
+from evenkeel.correction.errors import ConfigError
+from evenkeel.correction.presets.methods import PRESETS
+from evenkeel.correction.presets.preset import Preset, score, truncate
 
 
 def config(**settings):

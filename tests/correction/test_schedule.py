@@ -2,8 +2,8 @@
 
 import pytest
 
-from correction import CorrectionConfig
-from correction.settings.schedule import Schedule, Stage, defers, fold_obstacle, needs_reference_logprobs
+from evenkeel.correction import CorrectionConfig
+from evenkeel.correction.settings.schedule import Schedule, Stage, defers, fold_obstacle, needs_reference_logprobs
 
 EARLY, LATE = Stage.EARLY, Stage.LATE
 BAND = {"lower": 0.5, "upper": 2.0}

@@ -9,8 +9,8 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from correction import CorrectedBatch, CorrectionConfig, PackedBatch, all_reduce_sum, correct, policy_loss, policy_scale, settle
-from correction.shards import Reduce
+from evenkeel.correction import CorrectedBatch, CorrectionConfig, PackedBatch, all_reduce_sum, correct, policy_loss, policy_scale, settle
+from evenkeel.correction.shards import Reduce
 from tests.correction.fixtures import random_batch
 from tests.learner.learner_cases import run_ranks
 

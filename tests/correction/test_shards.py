@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from correction import (
+from evenkeel.correction import (
     PRESETS,
     TOTALS,
     ConfigError,
@@ -35,8 +35,8 @@ from correction import (
     settle,
     shard_sums,
 )
-from correction.shards import second_moment_limit
-from correction.terms.rejection import second_moment_keep
+from evenkeel.correction.shards import second_moment_limit
+from evenkeel.correction.terms.rejection import second_moment_keep
 from tests.correction.fixtures import random_batch
 
 SETTINGS = [

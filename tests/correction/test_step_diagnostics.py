@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from correction import CorrectionConfig, correct, defer, diagnose, loss_metrics, policy_loss
-from correction.batch import FinalDecision
-from correction.diagnostics.diagnose import clipped_tokens
-from correction.diagnostics.quantities import LEAST_EFFECTIVE_TOKENS
+from evenkeel.correction import CorrectionConfig, correct, defer, diagnose, loss_metrics, policy_loss
+from evenkeel.correction.batch import FinalDecision
+from evenkeel.correction.diagnostics.diagnose import clipped_tokens
+from evenkeel.correction.diagnostics.quantities import LEAST_EFFECTIVE_TOKENS
 from tests.correction.fixtures import random_batch
 
 MODERATE = settings(max_examples=25, deadline=None)

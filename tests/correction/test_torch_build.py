@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from correction.engines import torch_build
+from evenkeel.engines import machine as torch_build
 from tests.driver_stand_in import stand_in_driver
 
 CPU = {"cuda": None, "hip": None}

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from correction import CorrectionConfig, PackedBatch, correct, diagnose, policy_loss
+from evenkeel.correction import CorrectionConfig, PackedBatch, correct, diagnose, policy_loss
 
 VOCABULARY, STEPS = 3, 3
 SEQUENCES = list(itertools.product(range(VOCABULARY), repeat=STEPS))

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from correction.batch import PackedBatch
-from correction.engines import operators
-from correction.engines.agreement import compare
-from correction.engines.contract import Contract, SideSettings
-from correction.engines.processor import Processor
-from correction.errors import ConfigError, EngineError
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.errors import ConfigError, EngineError
+from evenkeel.engines import operators
+from evenkeel.engines.agreement import Processor, compare
+from evenkeel.engines.contract import Contract, SideSettings
 
 MODEL = {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 ENGINE = SideSettings(name="rollout.engine", device="cpu", dtype="float32", threads=1)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from correction.diagnostics.quantities import SPLIT
-from correction.diagnostics.variance_split import split_numbers, split_variance
+from evenkeel.correction.diagnostics.quantities import SPLIT
+from evenkeel.correction.diagnostics.variance_split import split_numbers, split_variance
 
 
 def test_the_parts_are_those_of_the_covariance_matrix_and_add_up() -> None:

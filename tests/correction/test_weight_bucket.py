@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from correction.engines.weight_bucket import ALIGNMENT, WeightBucket, packed_bytes
+from evenkeel.engines.weights import ALIGNMENT, WeightBucket, packed_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.metrics.catalogue import CATALOGUE
-from actors.metrics.kinds import Kind
+from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.metrics.kinds import Kind
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy" / "alerts.yml"

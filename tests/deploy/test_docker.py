@@ -95,7 +95,8 @@ def test_both_installations_pin_what_sglang_and_this_project_name() -> None:
 def test_what_is_large_or_private_stays_outside() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {"**/.git", "**/.venv", "models", "runs"} <= set(ignored)
-    packages = {"actors", "rollout", "learner", "correction", "recipes", "deploy", "docs", "tests", "Makefile", "pyproject.toml"}
+    packages = {"evenkeel", "actors", "rollout", "learner", "engines", "correction"}
+    packages |= {"recipes", "deploy", "docs", "tests", "Makefile", "pyproject.toml"}
     assert packages & set(ignored) == set() and all((ROOT / package).exists() for package in packages)
 
 

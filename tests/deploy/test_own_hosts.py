@@ -28,8 +28,8 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.metrics.step_metrics import by_worker
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.metrics.step_metrics import by_worker
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.deploy.loopback_hosts import SSHD
 from tests.deploy.own_hosts import ADDRESSES, OwnCluster, free_ports, own_cluster, until
 from tests.e2e.conftest import small_model as small_model
@@ -139,7 +139,7 @@ def _has_saved_beyond(story: Story) -> bool:
 
 def _that_trains(cluster: OwnCluster) -> int:
     """The job's process that `--retries` looks after, on the head."""
-    (child,) = (one.pid for one in cluster.hosts.processes()[ADDRESSES[0]] if "actors.commands.attempt" in command_of(one))
+    (child,) = (one.pid for one in cluster.hosts.processes()[ADDRESSES[0]] if "evenkeel.attempt" in command_of(one))
     return child
 
 

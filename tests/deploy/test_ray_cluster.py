@@ -11,12 +11,12 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.plan.hosts import BATCHES, FOR_CHECKPOINTS, hosts
-from actors.plan.shape import ModelShape
-from actors.settings.devices import gpus_asked, room_for_engines, workers_with_a_unit
-from actors.settings.resolve import with_devices
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.settings.devices import gpus_asked, room_for_engines, workers_with_a_unit
+from evenkeel.actors.settings.resolve import with_devices
+from evenkeel.plan.hosts import BATCHES, FOR_CHECKPOINTS, hosts
+from evenkeel.plan.shape import ModelShape
+from evenkeel.recipe import load_config
 from tests.actors.known_models import QWEN3_30B_A3B
 
 ROOT = Path(__file__).parents[2]

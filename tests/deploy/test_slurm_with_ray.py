@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.metrics.step_metrics import by_worker
-from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
+from evenkeel.actors.checkpoints.state import TrainingState
+from evenkeel.actors.metrics.step_metrics import by_worker
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.deploy.own_hosts import free_ports
 from tests.deploy.test_slurm import SCRIPT
 from tests.e2e.conftest import small_model as small_model

@@ -7,9 +7,9 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from actors.record.config_that_ran import config_that_ran
-from actors.record.run_folder import RunFolder
-from correction.engines.checksum import tensor_checksum
+from evenkeel.actors.record.config_that_ran import config_that_ran
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.engines.weights import tensor_checksum
 from tests.e2e.launch import Run
 
 EXACT = [

@@ -23,11 +23,11 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.commands.cli import main
+from evenkeel.cli import main
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(__file__).with_name("small.yaml")
-EVENKEEL = [sys.executable, "-m", "actors.commands.cli"]
+EVENKEEL = [sys.executable, "-m", "evenkeel"]
 _MARK = "EVENKEEL_TEST_MARK"
 _GONE = "(gone)"
 PRIVATE, JOINED = 2, 3
@@ -74,7 +74,7 @@ def refused(*words: str) -> str:
 class Run:
     """`evenkeel train` in a session of its own, with its own Ray session in a short path, or on the cluster at `address`."""
 
-    def __init__(self, run_dir: Path, *words: str, address: str = "", **variables: str) -> None:
+    def __init__(self, run_dir: Path, *words: str, address: str = "", cwd: Path = ROOT, **variables: str) -> None:
         self.run_dir = run_dir
         self._mark = uuid.uuid4().hex
         self._temp = tempfile.mkdtemp(prefix="ek-", dir="/tmp")  # socket paths must stay below 108 characters
@@ -86,7 +86,7 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment(self._mark) | variables,
-                cwd=ROOT,
+                cwd=cwd,
                 start_new_session=True,
             )
         self._seen: dict[int, psutil.Process] = {self.process.pid: psutil.Process(self.process.pid)}

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
-from learner.learner_rank import LearnerRank
-from rollout.engine.engine import RolloutEngine
-from rollout.trajectory import Trajectory
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.trajectory import Trajectory
 from tests.tiny_models import SPECIAL_TOKENS, save_tiny_model, save_tiny_tokenizer
 
 VOCABULARY = 512

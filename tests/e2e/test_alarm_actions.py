@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from actors.record.run_folder import RunFolder
-from correction.early_warning.monitor import State
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.early_warning.monitor import State
 from tests.e2e.launch import RECIPE, Run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

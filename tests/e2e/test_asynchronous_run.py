@@ -13,6 +13,7 @@ step under way with a checkpoint from which it can go on, and with an exit code 
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from actors.driver.run_summary import ENDED_BY_ALARM
-from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
-from correction.early_warning.monitor import Event, Monitor, State
+from evenkeel.actors.checkpoints.state import TrainingState
+from evenkeel.actors.driver.controller import ENDED_BY_ALARM
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.early_warning.monitor import Event, Monitor, State
 from tests.e2e.cluster import is_up, ray_cluster, scraped_roles
-from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, check_private, command_of, living
+from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, check_private, command_of, environment, living
 from tests.failures.measured import Recovery
 from tests.rollout.hf_reference import hf_model, response_logprobs
 
@@ -53,6 +54,8 @@ ALARM = [
 STEPS_BEFORE = 9
 """Of the first part: those that the monitor leaves out, and its baseline."""
 ROLES = {"controller", "learner", "rollout"}
+BARE_NAMES = ("actors", "correction", "engines", "learner", "rollout")
+"""Of folders here. Whoever imported one by that name would have a second copy of each of its classes."""
 OURS = ("RolloutWorker", "LearnerRankActor", "CorrectionService", "sglang::", "reward_process")
 """What a run starts on a cluster."""
 
@@ -92,7 +95,15 @@ def story(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     run_dir = tmp_path_factory.mktemp("async") / "run"
     model, moved = run_dir.with_name("model"), run_dir.with_name("moved")
     shutil.copytree(small_model, model)
-    first = Run(run_dir, str(RECIPE), f"model={model}", f"run_dir={run_dir}", *OVERRIDES)
+    # Started among files with the names of modules that every process of the run imports, and with those of evenkeel's folders on its path.
+    taken = {run_dir.parent: ("socket", "struct", "select", "token", "asyncio", "json"), run_dir.with_name("path"): BARE_NAMES}
+    for folder, names in taken.items():
+        folder.mkdir(exist_ok=True)
+        for name in names:
+            (folder / f"{name}.py").write_text("raise RuntimeError(f'{__file__} was imported')")
+    path = os.pathsep.join([str(run_dir.with_name("path")), environment()["PYTHONPATH"]])
+    words = str(RECIPE), f"model={model}", f"run_dir={run_dir}", *OVERRIDES
+    first = Run(run_dir, *words, cwd=run_dir.parent, PYTHONPATH=path)
     runs = [first]
     try:
         first.wait_until(lambda: len(first.metrics()) >= STEPS_BEFORE, f"{STEPS_BEFORE} steps")

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import ray
 
-from actors.cluster.placement import RankPlaces
-from actors.config import WeightSyncConfig
-from actors.ranks.learner_group import LearnerGroup
-from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
-from correction.correct import defer
-from correction.engines.checksum import digest_of
-from learner.config import LearnerConfig
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.trajectory import SyncReceipt
+from evenkeel.actors.cluster.placement import RankPlaces
+from evenkeel.actors.config import WeightSyncConfig
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
+from evenkeel.correction.correct import defer
+from evenkeel.engines.weights import digest_of
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.trajectory import SyncReceipt
 from tests.learner.learner_cases import TIS, random_batch
 from tests.ray_sessions import leave_ray
 
@@ -40,7 +40,7 @@ class Worker:
     """What a rollout worker does with weights. Used as a Ray actor (async)."""
 
     async def begin(self, folder: Path) -> None:
-        from rollout.engine.engine import RolloutEngine
+        from evenkeel.rollout.engine.engine import RolloutEngine
 
         self._folder = tempfile.TemporaryDirectory()
         config = EngineConfig(device="cpu", max_total_tokens=8_192, max_running_requests=8, weight_group_timeout_s=SYNC_S)

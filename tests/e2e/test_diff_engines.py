@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from actors.commands.cli import app
-from actors.commands.diff_engines import EngineDiff, capture_engine, diff_engines, norms_of
-from correction.batch import PackedBatch
-from correction.engines.agreement import compare
-from correction.engines.capture import Capture, compare_captures
-from correction.errors import DataError
-from learner.config import LearnerConfig
-from learner.hf.families import FAMILIES
-from learner.learner_rank import LearnerRank
-from rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.cli import app
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.errors import DataError
+from evenkeel.diff_engines import EngineDiff, capture_engine, diff_engines, norms_of
+from evenkeel.engines.agreement import compare
+from evenkeel.engines.capture import Capture, compare_captures
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.hf.families import FAMILIES
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 from tests.e2e.launch import evenkeel
 from tests.e2e.on_policy_cases import save_model
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
@@ -64,17 +64,17 @@ def other_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sca
 
 
 SWITCHED_OFF: dict[str, tuple[str, Callable[..., object], str]] = {
-    "norm": ("learner.model.layers.HFRMSNorm.forward", other_norm, "layers.0.norm"),
+    "norm": ("evenkeel.learner.model.layers.HFRMSNorm.forward", other_norm, "layers.0.norm"),
     "linear": (
-        "learner.model.layers.BatchInvariantColumnLinear._forward_impl",
+        "evenkeel.learner.model.layers.BatchInvariantColumnLinear._forward_impl",
         lambda _, input, weight, *a, **k: flipped_product(input, weight),
         "layers.0.qkv",
     ),
     "rotary": ("megatron.core.transformer.attention.apply_rotary_pos_emb", other_rotation, "layers.0.rotary_q"),
-    "attention": ("learner.model.layers.attention", other_attention, "layers.0.attention"),
-    "silu": ("learner.model.model.silu", lambda x: x * torch.sigmoid(x), "layers.0.silu"),
-    "head": ("learner.training.logprobs.head_logits", flipped_product, "logits"),
-    "log_softmax": ("learner.training.logprobs.log_softmax", lambda z, t: torch.softmax(z / t, -1).log(), "logprobs"),
+    "attention": ("evenkeel.learner.model.layers.attention", other_attention, "layers.0.attention"),
+    "silu": ("evenkeel.learner.model.model.silu", lambda x: x * torch.sigmoid(x), "layers.0.silu"),
+    "head": ("evenkeel.learner.training.logprobs.head_logits", flipped_product, "logits"),
+    "log_softmax": ("evenkeel.learner.training.logprobs.log_softmax", lambda z, t: torch.softmax(z / t, -1).log(), "logprobs"),
 }  # fmt: skip
 """Operator -> what is replaced in the learner, by what, and where the two engines then part."""
 
@@ -103,7 +103,7 @@ def test_the_operator_that_is_switched_off_is_named(
     target, replacement, place = SWITCHED_OFF[name]
     monkeypatch.setattr(target, replacement)
     if name == "head":
-        monkeypatch.setattr("learner.learner_rank.head_logits", replacement)
+        monkeypatch.setattr("evenkeel.learner.learner_rank.head_logits", replacement)
     found = diff(captured, folder)
     assert found.parting == place
     assert place in str(found)
@@ -123,7 +123,7 @@ def test_unless_asked_for_another_the_type_is_that_of_the_device(
         found.append(config.resolved_dtype)
         raise DataError("enough is known")
 
-    monkeypatch.setattr("actors.commands.diff_engines.capture_engine", capture)
+    monkeypatch.setattr("evenkeel.diff_engines.capture_engine", capture)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     done = CliRunner().invoke(app, ["diff-engines", str(folder), "--no-true-on-policy"])
     assert found == [dtype] and "enough is known" in str(done.exception)

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from correction.batch import PackedBatch
-from correction.correct import correct
-from correction.engines.weight_bucket import WeightBucket
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.correct import correct
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.learner.hf.families import FAMILIES
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 from lab.weight_buckets import weight_buckets
-from learner.hf.families import FAMILIES
-from learner.learner_rank import LearnerRank
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_prompts, sample_in_random_batches
 from tests.learner.learner_cases import TIS, learner_on

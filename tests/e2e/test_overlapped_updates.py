@@ -18,14 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.settings.probe_limits import ProbeLimits
-from correction.engines.weight_bucket import WeightBucket
-from learner.kept_weights import KeptWeights
-from learner.learner_rank import LearnerRank
-from rollout.engine.engine import RolloutEngine
-from rollout.engine.weight_transfer import UpdateMode
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.trajectory import VersionSpan
+from evenkeel.actors.settings.probe_limits import ProbeLimits
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.learner.kept_weights import KeptWeights
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine.weight_transfer import UpdateMode
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.trajectory import VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_prompts
 from tests.e2e.test_families import copies

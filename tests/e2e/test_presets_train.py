@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from correction.presets.methods import PRESETS
+from evenkeel.correction.presets.methods import PRESETS
 from lab.kept_engines import KeptEngines, RunRecord, recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(1800)]

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.metrics.step_metrics import by_worker
-from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
+from evenkeel.actors.checkpoints.state import TrainingState
+from evenkeel.actors.metrics.step_metrics import by_worker
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.exact_runs import EXACT, assert_all_equal, assert_same, run_to_its_end
 from tests.e2e.launch import RECIPE, Run
 

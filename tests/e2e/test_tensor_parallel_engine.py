@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import torch
 
-from actors.plan.shape import ModelShape
-from correction.correct import correct
-from correction.engines.weight_bucket import WeightBucket
-from correction.errors import EngineError, SyncError
+from evenkeel.correction.correct import correct
+from evenkeel.correction.errors import EngineError, SyncError
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.weights.broadcast import WeightBroadcaster
+from evenkeel.plan.shape import ModelShape
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 from lab.ports import free_port
-from learner.learner_rank import LearnerRank
-from learner.weights.broadcast import WeightBroadcaster
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_prompts, sample_in_random_batches
 from tests.e2e.test_families import copies, worst

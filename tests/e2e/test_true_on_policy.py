@@ -26,19 +26,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from correction.batch import PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import defer
-from correction.engines.agreement import compare
-from correction.engines.weight_bucket import WeightBucket
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import defer
+from evenkeel.engines.agreement import compare
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.model.inputs import find_shared_prefixes
+from evenkeel.rollout.continuation import is_begun
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from lab.weight_buckets import weight_buckets
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from learner.model.inputs import find_shared_prefixes
-from rollout.continuation import is_begun
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_packing, random_prompts, sample_in_random_batches, save_model
 from tests.learner.learner_cases import learner_on, run_ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.exact_runs import EXACT, assert_all_equal, assert_same, run_to_its_end
 from tests.e2e.launch import RECIPE, ROOT, Run, evenkeel, refused
 

@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.record.probe_watch import ProbeWatch
-from actors.settings.probe_limits import ProbeLimits
-from correction.engines.checksum import compare_checksums
-from correction.engines.weight_bucket import WeightBucket
+from evenkeel.actors.record.probe_watch import ProbeWatch
+from evenkeel.actors.settings.probe_limits import ProbeLimits
+from evenkeel.engines.weights import WeightBucket, compare_checksums
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.training.step import unsampled_batch
+from evenkeel.rollout.engine.engine import RolloutEngine
 from lab.weight_buckets import weight_buckets
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from learner.training.step import unsampled_batch
-from rollout.engine.engine import RolloutEngine
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, response_logprobs
 

@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
-from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
+from evenkeel.actors.checkpoints.state import TrainingState
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.launch import Run
 
 

@@ -7,6 +7,6 @@ PATIENCE_S = 2.0
 
 def impatient() -> None:
     """Before an actor's class is imported, or after it."""
-    from actors.pool import pool
+    from evenkeel.actors.pool import pool
 
     pool.ANSWER_S = PATIENCE_S  # type: ignore[attr-defined]

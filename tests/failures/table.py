@@ -49,11 +49,11 @@ TESTS = (
     "tests/rollout/test_reward_limits.py::test_the_whole_tree_has_the_limits",
     "tests/actors/on_two_nodes/test_two_callers.py",
     "tests/e2e/test_asynchronous_run.py",
-    "tests/actors/queue/test_payloads_in_ray.py::test_a_finished_group_outlives_its_worker_and_goes_with_its_node",
+    "tests/actors/groups/test_payloads_in_ray.py::test_a_finished_group_outlives_its_worker_and_goes_with_its_node",
     "tests/actors/checkpoints/test_checkpoint_disk.py::test_a_real_full_disk",
     "tests/actors/checkpoints/test_checkpoint_disk.py::test_after_a_disk_that_hung_the_next_checkpoint_is_whole",
     "tests/actors/record/test_run_folder.py::test_a_killed_owner_leaves_the_folder_free",
-    "tests/actors/commands/test_resume_point.py::test_a_damaged_checkpoint_is_named_and_the_older_one_taken",
+    "tests/evenkeel/test_resume_point.py::test_a_damaged_checkpoint_is_named_and_the_older_one_taken",
     "tests/actors/pool/test_faults.py",
     "tests/actors/pool/test_heartbeats_and_losses.py::test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longer_pauses",
 )

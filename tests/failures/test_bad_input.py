@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from actors.commands.preparation import prepare
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.preparation import prepare
 from tests.e2e.launch import RECIPE, environment, evenkeel, refused
 
 
@@ -153,8 +153,8 @@ def test_a_file_of_another_encoding(recipe: Path, tmp_path: Path) -> None:
 
 
 def test_half_a_surrogate_pair_is_a_skipped_row(recipe: Path, tmp_path: Path) -> None:
-    from actors.commands.recipe import load_config
-    from actors.config import RunConfig
+    from evenkeel.actors.config import RunConfig
+    from evenkeel.recipe import load_config
 
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{i} + 1 =" + "\ud800" * (i == 4), "answer": str(i + 1)} for i in range(20)]
@@ -165,8 +165,8 @@ def test_half_a_surrogate_pair_is_a_skipped_row(recipe: Path, tmp_path: Path) ->
 
 def test_bad_rows_are_skipped_counted_and_reported(recipe: Path, tmp_path: Path) -> None:
     """The notes that a run puts into its events; what makes them is called as the run calls it."""
-    from actors.commands.recipe import load_config
-    from actors.config import RunConfig
+    from evenkeel.actors.config import RunConfig
+    from evenkeel.recipe import load_config
 
     path = tmp_path / "rows.jsonl"
     rows: list[object] = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(40)]
@@ -188,9 +188,9 @@ def test_bad_rows_are_skipped_counted_and_reported(recipe: Path, tmp_path: Path)
 def test_a_judge_that_is_down_at_a_resume_is_waited_for(recipe: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has had scores, so it starts, and says what its workers will wait for; a new run is refused. A function that can't be loaded
     is refused either way."""
-    from actors.commands.recipe import load_config
-    from actors.config import RunConfig
-    from rollout.rewards.rewards import RewardError
+    from evenkeel.actors.config import RunConfig
+    from evenkeel.recipe import load_config
+    from evenkeel.rollout.rewards.rewards import RewardError
 
     (tmp_path / "far_judge.py").write_text("def score(completion):\n    raise TimeoutError('the judge is down')\n")
     monkeypatch.syspath_prepend(tmp_path)

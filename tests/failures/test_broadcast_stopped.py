@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.metrics.step_metrics import by_worker
+from evenkeel.actors.metrics.step_metrics import by_worker
 from tests.e2e.launch import RECIPE, Run, command_of
 from tests.failures.books import check_end
 from tests.failures.measured import Recovery

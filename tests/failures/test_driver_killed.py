@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.record.run_folder import RunFolder
-from actors.record.stack_summary import newest_stack_summary
-from actors.reports.run_doctor import left_after_training
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.stack_summary import newest_stack_summary
+from evenkeel.report.run_doctor import left_after_training
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery
@@ -24,7 +24,7 @@ STEPS, GROUPS, HEARTBEAT_S = 6, 4, 12
 
 def child_of(run: Run) -> int:
     """The process that trains; the parent is the one that was started."""
-    (child,) = (p.pid for p in psutil.Process(run.process.pid).children() if "actors.commands.attempt" in " ".join(p.cmdline()))
+    (child,) = (p.pid for p in psutil.Process(run.process.pid).children() if "evenkeel.attempt" in " ".join(p.cmdline()))
     return child
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from actors.commands.cli import main
-from actors.commands.recipe import load_config
-from actors.metrics.step_metrics import StepMetrics
-from actors.record.run_folder import RunFolder
-from actors.reports.run_doctor import RunState, diagnose_run
-from correction.errors import DeadlineExceeded, EngineError
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.cli import main
+from evenkeel.correction.errors import DeadlineExceeded, EngineError
+from evenkeel.recipe import load_config
+from evenkeel.report.run_doctor import RunState, diagnose_run
 from tests.e2e.launch import RECIPE
 
 REASON = "Ray did not start"
@@ -32,7 +32,7 @@ class BrokenCluster:
 @pytest.fixture
 def recipe(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(RECIPE.parent)
-    monkeypatch.setattr("actors.commands.train.Cluster", BrokenCluster)
+    monkeypatch.setattr("evenkeel.training.Cluster", BrokenCluster)
     path = tmp_path / "recipe.yaml"
     text = RECIPE.read_text().replace("set-by-the-test", str(model)) + f"run_dir: {tmp_path / 'run'}\n"
     path.write_text(text.replace("{kind: function, path: \"e2e_reward:vowels\", processes: 1}", "{kind: reasoning_gym}"))
@@ -94,7 +94,7 @@ def test_an_error_after_a_checkpoint_names_the_command_that_goes_on(
                 pass
             raise EngineError(REASON)
 
-    monkeypatch.setattr("actors.commands.train.Cluster", BreaksLater)
+    monkeypatch.setattr("evenkeel.training.Cluster", BreaksLater)
     assert fails("train", "--resume", str(run)) == f"evenkeel: {REASON}\nto go on: evenkeel train --resume {run}"
 
 
@@ -109,7 +109,7 @@ def test_a_wait_that_ends_a_run_is_among_those_that_the_doctor_names(
         def __enter__(self) -> None:
             raise DeadlineExceeded(f"{what}: not done in 75 s", what=what, seconds=75.2, setting="deadlines")
 
-    monkeypatch.setattr("actors.commands.train.Cluster", Late)
+    monkeypatch.setattr("evenkeel.training.Cluster", Late)
     assert fails("train", str(recipe)) == f"evenkeel: {said}"
     found = diagnose_run(RunFolder.view(tmp_path / "run"))
     assert [(wait.what, wait.seconds) for wait in found.waits] == [(what, 75)]
@@ -126,12 +126,12 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
     """Also on the terminal, where a line past the live panel would tear it: nothing goes to standard error."""
     import logging
 
-    from actors.commands.train import _log_as_events
-    from actors.config import RunConfig
-    from actors.part_carriers import WaitNotice
-    from actors.record.observer import Observer
-    from actors.record.terminal import TerminalView
-    from actors.settings.resolve import with_devices
+    from evenkeel.actors.carriers import WaitNotice
+    from evenkeel.actors.config import RunConfig
+    from evenkeel.actors.record.observer import Observer
+    from evenkeel.actors.record.terminal import TerminalView
+    from evenkeel.actors.settings.resolve import with_devices
+    from evenkeel.training import _log_as_events
 
     folder = RunFolder.create(tmp_path / "run", "x")
     observer = Observer(with_devices(load_config(RunConfig, RECIPE, []), has_gpu=False), folder, TerminalView(1, "x"))

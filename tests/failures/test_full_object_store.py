@@ -17,9 +17,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.driver.lost_parts import Lost, lost_among, lost_answer
-from actors.processes.supervision import wait_for
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.driver.lost_parts import Lost, lost_among, lost_answer
+from evenkeel.actors.processes.supervision import wait_for
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import RECIPE, Run, environment
 from tests.failures.books import check_end

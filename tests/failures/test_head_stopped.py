@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import ALL_INTERFACES, JOINED, RECIPE, Run, listening, reach_by_name, reach_of_the_page
 from tests.failures.books import check_books
@@ -49,7 +49,7 @@ def test_the_page_names_whatever_listens_for_a_run_on_a_cluster(run: Run, cluste
     page = reach_of_the_page(JOINED)
     found = reach_by_name(run.listening() | listening(cluster.head.processes()), page)
     assert not found.keys() - page.keys(), "docs/security.md doesn't name them"
-    assert {"gcs_server", "raylet", "actors.commands", "RolloutWorker", "LearnerRank", "sglang::scheduler"} <= found.keys()
+    assert {"gcs_server", "raylet", "evenkeel", "RolloutWorker", "LearnerRank", "sglang::scheduler"} <= found.keys()
     assert not {name: widest for name, widest in found.items() if widest > page[name]}, "more is open than the page says"
     assert not {name for name, widest in found.items() if page[name] == ALL_INTERFACES > widest}, "less is open than the page says"
 

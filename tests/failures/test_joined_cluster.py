@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.cluster import RunningCluster, ray_cluster
 from tests.e2e.launch import RECIPE, Run, living
 from tests.failures.books import check_books

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.launch import RECIPE, Run, environment
 from tests.failures.books import check_books
 from tests.failures.test_driver_killed import child_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.cluster import ray_cluster
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, command_of, living
 from tests.failures.books import check_end

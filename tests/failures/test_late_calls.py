@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import ray
 
-from actors.driver.lost_parts import while_they_answer
-from actors.processes.supervision import unless_failed
-from actors.record.run_event import EventKind
 from benchmarks.control_plane_actors import ReplayedRun, ReplayedShape
 from benchmarks.late_calls import LateCalls
+from evenkeel.actors.driver.lost_parts import while_they_answer
+from evenkeel.actors.processes.supervision import unless_failed
+from evenkeel.actors.record.run_event import EventKind
 from tests.e2e.launch import ROOT
 from tests.failures.impatient import PATIENCE_S, impatient
 from tests.failures.measured import REAL, Measured
@@ -40,7 +40,7 @@ LATE_S = 4 * PATIENCE_S
 @pytest.fixture
 def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of the actors of a Ray of its own, in which nobody waits for long."""
-    monkeypatch.setattr("actors.pool.pool.ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr("evenkeel.actors.pool.pool.ANSWER_S", PATIENCE_S)
     environment = {"env_vars": {"PYTHONPATH": str(ROOT)}, "worker_process_setup_hook": impatient}
     with tempfile.TemporaryDirectory(prefix="ek", dir="/tmp", ignore_cleanup_errors=True) as folder:
         quiet = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}

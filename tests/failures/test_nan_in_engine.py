@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from actors.metrics.step_metrics import by_worker
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.metrics.step_metrics import by_worker
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_end
 from tests.failures.measured import Recovery

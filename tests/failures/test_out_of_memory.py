@@ -12,9 +12,9 @@ import ray
 import ray.exceptions
 from ray.cluster_utils import Cluster
 
-from actors.driver.lost_parts import Lost, lost_among
-from actors.processes.supervision import wait_for
-from correction.errors import ActorLost
+from evenkeel.actors.driver.lost_parts import Lost, lost_among
+from evenkeel.actors.processes.supervision import wait_for
+from evenkeel.correction.errors import ActorLost
 from tests.ray_sessions import leave_ray
 
 pytestmark = pytest.mark.slow

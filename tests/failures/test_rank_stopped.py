@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_end
 from tests.failures.measured import Recovery

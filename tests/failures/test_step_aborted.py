@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.record.run_folder import RunFolder
-from actors.state.resume import TrainingState
+from evenkeel.actors.checkpoints.state import TrainingState
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 from tests.failures.measured import REAL, Measured

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.driver.parts import StartingPoint
-from actors.driver.rollback import what_is_done_again
+from evenkeel.actors.driver.parts import StartingPoint
+from evenkeel.actors.driver.recovery import what_is_done_again
 from tests.failures.measured import FILE, PLAYED, REAL, Measured, done_again
 from tests.failures.table import TESTS, main, read, rows_of, table
 

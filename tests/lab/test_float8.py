@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from correction.engines.float8 import dequantised, in_float8, quantised
-from correction.engines.float8_format import BLOCK, CONFIG, PROJECTIONS, is_projection
+from evenkeel.engines.float8_format import BLOCK, CONFIG, PROJECTIONS, is_projection
+from evenkeel.engines.weights import dequantised, in_float8, quantised
+from evenkeel.learner.hf.families import FAMILIES, TensorLayout
 from lab.float8 import rounded_weight, write_float8_folder
-from learner.hf.families import FAMILIES, TensorLayout
 from tests.tiny_models import save_tiny_model
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from correction.config import CorrectionConfig
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.learner.config import LearnerConfig
 from lab.kept_engines import KeptRun, RunSettings
-from learner.config import LearnerConfig
 
 
 @pytest.mark.parametrize(("coefficient", "is_deferred"), [(0.0, True), (0.01, False)])

@@ -15,17 +15,16 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import StoredGroup
-from actors.config import RunConfig
-from actors.driver.learning_watch import LearningWatch
-from actors.driver.no_learning import CAUSES
+from evenkeel.actors.carriers import StoredGroup
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.driver.no_learning import CAUSES, LearningWatch
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.rewards.rewards import RewardPool
+from evenkeel.rollout.sampler import Sampler
+from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.tasks.tasks import Task, build_task
+from evenkeel.rollout.trajectory import Group, Prompt
 from lab.kept_engines import KeptEngines, recipe
-from rollout.config import AnswerSampling
-from rollout.rewards.rewards import RewardPool
-from rollout.sampler import Sampler
-from rollout.tasks.chat import ChatEncoder
-from rollout.tasks.tasks import Task, build_task
-from rollout.trajectory import Group, Prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 STEPS = 10

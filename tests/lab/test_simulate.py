@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.record.run_folder import RunFolder
-from correction.errors import ConfigError
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.errors import ConfigError
 from lab.simulate.__main__ import main
 from lab.simulate.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from lab.simulate.measured import measure

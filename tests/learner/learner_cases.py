@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.batch import CorrectedBatch, PackedBatch
-from correction.config import CorrectionConfig
+from evenkeel.correction.batch import CorrectedBatch, PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.hf.families import HeadShape, family_of
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.model.model import unwrap
+from evenkeel.learner.weights.convert import bind, to_hf
 from lab.ports import free_port
 from lab.weight_buckets import weight_buckets
-from learner.config import LearnerConfig
-from learner.hf.families import HeadShape, family_of
-from learner.learner_rank import LearnerRank
-from learner.model.model import unwrap
-from learner.weights.convert import bind, to_hf
 from tests.tiny_models import save_tiny_model
 
 VOCAB = 96

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
+from evenkeel.correction.batch import PackedBatch
 from tests.learner.learner_cases import VOCAB, hf_values
 from tests.tiny_models import save_tiny_model
 

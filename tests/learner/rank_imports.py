@@ -4,11 +4,11 @@ Without it each rank imports transformers, and looks through all of these object
 """
 # ruff: noqa: F401
 
-from correction.engines.quick_imports import gc_paused
+from evenkeel.engines.machine import gc_paused
 
 with gc_paused():
     import torch._dynamo
     import transformers.models.auto.configuration_auto
 
-    import learner.learner_rank
+    import evenkeel.learner.learner_rank
     import tests.learner.learner_cases

@@ -12,10 +12,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from correction.correct import correct
-from correction.errors import DeadlineExceeded, StepAborted
-from learner.training import step as training_step
-from learner.training.step import Abort
+from evenkeel.correction.correct import correct
+from evenkeel.correction.errors import DeadlineExceeded, StepAborted
+from evenkeel.learner.training import step as training_step
+from evenkeel.learner.training.step import Abort
 from tests.learner.learner_cases import TIS, learner_on, off_policy_batch, save_model, weights
 
 MICROBATCHES = 6

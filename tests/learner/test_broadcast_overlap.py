@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
 
-from correction.engines.rendezvous import Rendezvous, gloo_towards, rendezvous_store
-from correction.errors import SyncError
+from evenkeel.correction.errors import SyncError
+from evenkeel.engines.rendezvous import Rendezvous, gloo_towards, rendezvous_store
+from evenkeel.learner.weights.broadcast import WeightBroadcaster, end_to_end
 from lab.ports import free_port
-from learner.weights.broadcast import WeightBroadcaster, end_to_end
 from tests.learner.learner_cases import rank_context
 
 NAME = "weights-overlap"

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from correction.errors import DataError
-from learner.weights import file_sums
-from learner.weights.file_sums import leave_sum, read_manifest_of_files, seal, sum_of, verify
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.weights import file_sums
+from evenkeel.learner.weights.file_sums import leave_sum, read_manifest_of_files, seal, sum_of, verify
 
 
 @pytest.fixture

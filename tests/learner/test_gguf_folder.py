@@ -23,8 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from correction.errors import DataError
-from learner.hf.gguf_folder import read_facts, write_folder
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf.gguf_folder import read_facts, write_folder
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEXTS = [

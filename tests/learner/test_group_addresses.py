@@ -16,10 +16,10 @@ import psutil
 import pytest
 import torch
 
-from correction.engines.rendezvous import Rendezvous, keep_nccl_on, rendezvous_store
-from correction.errors import SyncError
+from evenkeel.correction.errors import SyncError
+from evenkeel.engines.rendezvous import Rendezvous, keep_nccl_on, rendezvous_store
+from evenkeel.learner.weights.broadcast import WeightBroadcaster
 from lab.ports import free_port
-from learner.weights.broadcast import WeightBroadcaster
 
 Listeners = Callable[[], set[tuple[str, int]]]
 

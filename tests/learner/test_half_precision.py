@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction.correct import correct, defer
-from correction.errors import ConfigError
-from learner.results import SkipReason
-from learner.training.logprobs import head_logprobs
+from evenkeel.correction.correct import correct, defer
+from evenkeel.correction.errors import ConfigError
+from evenkeel.learner.results import SkipReason
+from evenkeel.learner.training.logprobs import head_logprobs
 from tests.learner.learner_cases import (
     TIS,
     learner_on,
@@ -105,7 +105,7 @@ def test_a_head_in_float32_rounds_no_logits(tmp_path: Path, monkeypatch: pytest.
         errors.append(float((logprobs - exact).detach().abs().max()))
         return logprobs, entropies
 
-    monkeypatch.setattr("learner.training.step.head_logprobs", compared)
+    monkeypatch.setattr("evenkeel.learner.training.step.head_logprobs", compared)
     with learner_on(save_model(tmp_path / "m"), dtype="bfloat16", float32_head=float32_head) as learner:
         assert math.isfinite(learner.step(defer(random_batch(), TIS), TIS, step=0).grad_norm)
     assert (max(errors) < 1e-5) if float32_head else (max(errors) > 1e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.model.balance import SharedPrefix, plan_microbatches, sequence_cost
+from evenkeel.learner.model.balance import SharedPrefix, plan_microbatches, sequence_cost
 
 
 def alone(lengths: list[int]) -> list[SharedPrefix]:

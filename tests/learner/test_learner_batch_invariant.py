@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from correction.config import CorrectionConfig
-from correction.correct import defer
-from correction.engines import operators
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from learner.model.attention import pack
-from learner.model.inputs import RowLayout
-from learner.model.layers import BatchInvariantAttention
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import defer
+from evenkeel.engines import operators
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.model.attention import pack
+from evenkeel.learner.model.inputs import RowLayout
+from evenkeel.learner.model.layers import BatchInvariantAttention
 from tests.learner.learner_cases import (
     gradients,
     grouped_batch,
@@ -188,7 +188,7 @@ def test_several_ranks_say_what_one_says(tmp_path: Path, split: dict[str, Any], 
     parts = split.get("tensor_parallel", 1)
     if parts > 1:
         in_one_part = alone
-        monkeypatch.setattr("learner.model.layers.product", partial(operators.product, parts=parts))
+        monkeypatch.setattr("evenkeel.learner.model.layers.product", partial(operators.product, parts=parts))
         with learner_on(folder, batch_invariant=True, **settings) as learner:
             alone, norm = _logprobs_and_norm(learner)
         assert not torch.equal(alone, in_one_part)

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from correction.errors import DataError
-from learner.hf.hf_folder import open_tensors, read_json, write_shards
-from learner.learner_rank import LearnerRank
-from learner.weights import checkpoint
-from learner.weights.checkpoint import is_complete
-from rollout.tasks.chat import load_tokenizer
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf.folder import open_tensors, read_json, write_shards
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.weights import checkpoint
+from evenkeel.learner.weights.checkpoint import is_complete
+from evenkeel.rollout.tasks.chat import load_tokenizer
 from tests.learner.learner_cases import learner_on, random_batch, save_model
 from tests.tiny_models import save_tiny_tokenizer
 

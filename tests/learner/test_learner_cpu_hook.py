@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from correction.errors import ConfigError
-from learner.model import megatron
-from learner.model.cpu_hook import _RULES, _MegatronFinder, _MegatronLoader
+from evenkeel.correction.errors import ConfigError
+from evenkeel.learner.model import megatron
+from evenkeel.learner.model.cpu_hook import _RULES, _MegatronFinder, _MegatronLoader
 from tests.learner.learner_cases import learner_on, save_model
 
 ON_CPU = not torch.cuda.is_available()
@@ -44,7 +44,7 @@ def test_byte_code_is_kept_for_as_long_as_it_is_that_of_the_source(tmp_path: Pat
     monkeypatch.setattr("sys.dont_write_bytecode", False)
     monkeypatch.setattr("sys.pycache_prefix", None)
     compiled: list[str] = []
-    monkeypatch.setattr("learner.model.cpu_hook._re_targeted", lambda source: compiled.append(source) or source)
+    monkeypatch.setattr("evenkeel.learner.model.cpu_hook._re_targeted", lambda source: compiled.append(source) or source)
     path = tmp_path / "some.py"
 
     def value_of(source: str) -> int:
@@ -61,7 +61,7 @@ def test_byte_code_is_kept_for_as_long_as_it_is_that_of_the_source(tmp_path: Pat
         compiled.clear()
         kept.write_bytes(damaged)
         assert value_of("x = 2") == 2 and compiled == ["x = 2"] and kept.read_bytes() == whole
-    monkeypatch.setattr("learner.model.cpu_hook._RULES", ())
+    monkeypatch.setattr("evenkeel.learner.model.cpu_hook._RULES", ())
     assert value_of("x = 2") == 2 and len(compiled) == 2
     assert len(list((tmp_path / "__pycache__").iterdir())) == 2
 
@@ -75,10 +75,10 @@ def test_torch_itself_is_untouched() -> None:
 def test_megatron_imported_too_early_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the first device literal would fail far from the cause. Here it is imported, and the hook isn't there."""
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, _MegatronFinder)])
-    monkeypatch.delitem(sys.modules, "learner.model.megatron")
-    with pytest.raises(ConfigError, match=r"import learner\.model\.megatron first"):
-        importlib.import_module("learner.model.megatron")
-    assert "learner.model.megatron" not in sys.modules
+    monkeypatch.delitem(sys.modules, "evenkeel.learner.model.megatron")
+    with pytest.raises(ConfigError, match=r"from evenkeel import learner\.model\.megatron first"):
+        importlib.import_module("evenkeel.learner.model.megatron")
+    assert "evenkeel.learner.model.megatron" not in sys.modules
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction.correct import defer
-from learner.model.layers import GroupedExperts, _by_kernel, _by_loop, grouped_product
-from learner.model.megatron import SequentialMLP
+from evenkeel.correction.correct import defer
+from evenkeel.learner.model.layers import GroupedExperts, _by_kernel, _by_loop, grouped_product
+from evenkeel.learner.model.megatron import SequentialMLP
 from tests.learner.learner_cases import TIS, learner_on, random_batch
 from tests.learner.moe_cases import EXPERTS, save_moe
 

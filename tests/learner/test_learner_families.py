@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction.correct import correct
-from correction.engines.capture import OperatorPlace
-from correction.errors import ConfigError
-from learner.config import LearnerConfig
-from learner.hf.hf_folder import HFWeights, read_config
-from learner.model_fit import check_model
+from evenkeel.correction.correct import correct
+from evenkeel.correction.errors import ConfigError
+from evenkeel.engines.capture import OperatorPlace
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.hf.folder import HFWeights, read_config
+from evenkeel.learner.model_fit import check_model
 from tests.learner.learner_cases import TIS, gradients, hf_model, largest_difference, learner_on, off_policy_batch, random_batch, save_model
 from tests.learner.moe_cases import expert_gradients
 from tests.learner.test_learner_step import ppo_with_truncated_weights

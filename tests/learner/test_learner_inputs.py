@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from correction.batch import PackedBatch
-from correction.errors import DataError
-from learner.model.inputs import ModelInputs, RowLayout
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.model.inputs import ModelInputs, RowLayout
 from tests.learner.learner_cases import grouped_batch, random_batch
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction.correct import correct
-from learner.config import LearnerConfig
-from learner.kept_weights import KeptWeights
-from learner.learner_rank import LearnerRank
+from evenkeel.correction.correct import correct
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.kept_weights import KeptWeights
+from evenkeel.learner.learner_rank import LearnerRank
 from tests.learner.learner_cases import TIS, learner_on, off_policy_batch, random_batch, run_ranks, save_model
 
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "tokens_per_microbatch": 150}

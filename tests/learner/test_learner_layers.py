@@ -13,11 +13,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from correction.errors import ConfigError
-from learner.config import LearnerConfig
-from learner.hf import hf_folder
-from learner.model import layers, megatron, model, parallel
-from learner.weights import convert
+from evenkeel.correction.errors import ConfigError
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.hf import folder as hf_folder
+from evenkeel.learner.model import layers, megatron, model, parallel
+from evenkeel.learner.weights import convert
 from tests.learner.learner_cases import run_ranks, save_model
 from tests.learner.moe_cases import save_moe
 
@@ -126,5 +126,5 @@ def test_transformer_engine_has_the_parameters_of_the_local_layers(
         assert modules["decoder.layers.0.self_attention.linear_proj"].endswith("transformer_engine.TERowParallelLinear")
         norms = [name for name in modules if name.endswith("layernorm") and f"{name}.weight" in other]
         assert {modules[name] for name in norms} == {"transformer_engine.pytorch.module.rmsnorm.RMSNorm"} and len(norms) >= 5
-        assert modules["decoder.layers.0.self_attention.core_attention"] == "learner.model.attention.PackedAttention"
+        assert modules["decoder.layers.0.self_attention.core_attention"] == "evenkeel.learner.model.attention.PackedAttention"
         assert all(torch.equal(through[name], expected[name]) for name in expected) and len(expected) > 10

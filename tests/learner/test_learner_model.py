@@ -18,17 +18,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import DataError
+from evenkeel.correction.errors import DataError
+from evenkeel.engines.weights import WeightSpec, tensor_checksum
+from evenkeel.learner.hf import families
+from evenkeel.learner.hf.folder import read_config
+from evenkeel.learner.model import model
+from evenkeel.learner.model.attention import pack
+from evenkeel.learner.model.inputs import RowLayout
+from evenkeel.learner.training.step import forward_hidden
+from evenkeel.learner.weights.convert import bind
 from lab.weight_buckets import weight_buckets
-from learner.hf import families
-from learner.hf.hf_folder import read_config
-from learner.model import model
-from learner.model.attention import pack
-from learner.model.inputs import RowLayout
-from learner.training.step import forward_hidden
-from learner.weights.convert import bind
 from tests.learner.learner_cases import hf_model, hf_values, learner_on, random_batch, save_model, weights
 from tests.tiny_models import LLAMA3_ROPE
 
@@ -177,7 +176,7 @@ def test_an_export_of_one_rank_copies_queries_keys_and_values_alone(tmp_path: Pa
 
 def test_several_shards_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "m")
-    monkeypatch.setattr("learner.weights.export.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("evenkeel.learner.weights.export.SHARD_BYTES", 20_000)
     with learner_on(folder) as learner:
         learner.save_hf(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from correction.errors import DataError
-from learner.hf.families import FAMILIES
-from learner.hf.hf_folder import INDEX_FILE, HFWeights, check_trainable, expected_shapes
-from learner.hf.nano import NanoModelConfig, build_nano_model
-from learner.weights.export import write_hf_folder
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf.families import FAMILIES
+from evenkeel.learner.hf.folder import INDEX_FILE, HFWeights, check_trainable, expected_shapes
+from evenkeel.learner.hf.nano import NanoModelConfig, build_nano_model
+from evenkeel.learner.weights.export import write_hf_folder
 from tests.learner.learner_cases import save_model
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction.config import CorrectionConfig
-from correction.correct import correct, defer
-from correction.errors import ConfigError
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import correct, defer
+from evenkeel.correction.errors import ConfigError
 from tests.learner.learner_cases import (
     TIS,
     gradients,

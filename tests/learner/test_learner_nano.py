@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from correction.errors import DataError
-from learner.hf.nano import NanoModelConfig, build_nano_model
-from learner.results import EncodedDemonstration
-from learner.warmup import WarmupConfig, pack_demonstrations, warm_up
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf.nano import NanoModelConfig, build_nano_model
+from evenkeel.learner.results import EncodedDemonstration
+from evenkeel.learner.warmup import WarmupConfig, pack_demonstrations, warm_up
 from tests.learner.learner_cases import learner_on
 
 QUESTIONS = [f"State the final answer to the following arithmetic problem: {a} + {b} =" for a in range(10, 40) for b in range(5, 25)]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from correction.config import CorrectionConfig
-from correction.correct import correct
-from correction.errors import ConfigError, DataError
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import correct
+from evenkeel.correction.errors import ConfigError, DataError
 from tests.learner.learner_cases import (
     TIS,
     hf_model,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.model import layers
-from learner.model.layers import AllHeadsNorm, HFRMSNorm
+from evenkeel.learner.model import layers
+from evenkeel.learner.model.layers import AllHeadsNorm, HFRMSNorm
 
 HIDDEN = 64
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from correction.engines.gpu_share import CONTEXT
-from correction.errors import SyncError
-from learner.config import LearnerConfig
-from learner.model import parallel
-from learner.weights.broadcast import WeightBroadcaster
-from learner.weights.export import Staging
+from evenkeel.correction.errors import SyncError
+from evenkeel.engines.machine import CONTEXT
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.model import parallel
+from evenkeel.learner.weights.broadcast import WeightBroadcaster
+from evenkeel.learner.weights.export import Staging
 
 
 def test_a_rank_with_a_share_of_a_gpu_holds_no_more_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_nccl_connects_the_members_of_a_weight_group_at_once(comes: bool, monkey
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     monkeypatch.setattr(dist, "broadcast", enqueue)
-    monkeypatch.setattr("learner.weights.broadcast.abort_group", aborted.append)
+    monkeypatch.setattr("evenkeel.learner.weights.broadcast.abort_group", aborted.append)
     if comes:
         WeightBroadcaster("127.0.0.1", port, 1, "weights-1", 60.0, torch.device("meta")).close()
         assert sent.left == 0 and aborted == []

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from learner.hf.hf_folder import check_trainable, expected_shapes
-from learner.hf.plain_config import _FORMS, is_plainly_trainable, plain_sizes
+from evenkeel.learner.hf.folder import check_trainable, expected_shapes
+from evenkeel.learner.hf.plain_config import _FORMS, is_plainly_trainable, plain_sizes
 from tests.actors.known_models import LLAMA_31_8B, QWEN3_8B, QWEN3_30B_A3B, QWEN25_7B
 
 _EXPERTS = {"num_experts_per_tok": 8}

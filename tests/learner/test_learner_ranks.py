@@ -16,16 +16,16 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from correction.batch import PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import correct, defer
-from correction.errors import ConfigError
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from learner.model.model import build
-from learner.model_fit import check_model
-from learner.weights import checkpoint
-from learner.weights.checkpoint import is_complete
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import correct, defer
+from evenkeel.correction.errors import ConfigError
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.model.model import build
+from evenkeel.learner.model_fit import check_model
+from evenkeel.learner.weights import checkpoint
+from evenkeel.learner.weights.checkpoint import is_complete
 from tests.learner.learner_cases import (
     TIS,
     VOCAB,

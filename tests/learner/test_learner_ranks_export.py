@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
 from tests.learner.learner_cases import (
     exported_by,
     run_ranks,
@@ -49,8 +49,8 @@ def exported_on_a_rank(
     learner = LearnerRank(LearnerConfig(**split), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("learner.weights.convert.GATHER_BYTES", most_bytes)
-        patch.setattr("learner.weights.export.EXCHANGE_BYTES", most_bytes)
+        patch.setattr("evenkeel.learner.weights.convert.GATHER_BYTES", most_bytes)
+        patch.setattr("evenkeel.learner.weights.export.EXCHANGE_BYTES", most_bytes)
         for name in COLLECTIVES:
             patch.setattr(dist, name, counted(name, getattr(dist, name)))
         found = weights(learner)

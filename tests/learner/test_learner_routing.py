@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from correction.correct import correct
-from correction.errors import ConfigError, DataError
-from learner.model.inputs import ModelInputs, find_shared_prefixes
-from learner.model.routing import smallest_type
+from evenkeel.correction.correct import correct
+from evenkeel.correction.errors import ConfigError, DataError
+from evenkeel.learner.model.inputs import ModelInputs, find_shared_prefixes
+from evenkeel.learner.model.routing import smallest_type
 from tests.learner.learner_cases import (
     TIS,
     gradients,

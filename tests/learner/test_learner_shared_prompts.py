@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from correction.batch import PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import correct, defer
-from learner.learner_rank import LearnerRank
-from learner.model.attention import can_share_prompts, pack, packed_attention
-from learner.model.balance import SharedPrefix, plan_microbatches, sequence_cost
-from learner.model.inputs import ModelInputs, RowLayout, find_shared_prefixes
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import correct, defer
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.model.attention import can_share_prompts, pack, packed_attention
+from evenkeel.learner.model.balance import SharedPrefix, plan_microbatches, sequence_cost
+from evenkeel.learner.model.inputs import ModelInputs, RowLayout, find_shared_prefixes
 from tests.learner.learner_cases import (
     gradients,
     grouped_batch,

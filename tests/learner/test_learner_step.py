@@ -17,17 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
-from correction.config import CorrectionConfig
-from correction.correct import correct, defer, for_step
-from correction.diagnostics.batch_numbers import kept_numbers
-from correction.diagnostics.diagnose import diagnose
-from correction.errors import ConfigError
-from correction.settling import settle
-from learner.learner_rank import LearnerRank
-from learner.model import balance
-from learner.results import SkipReason
-from learner.training.step import optimizer_steps
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import correct, defer, for_step
+from evenkeel.correction.diagnostics.batch_numbers import kept_numbers
+from evenkeel.correction.diagnostics.diagnose import diagnose
+from evenkeel.correction.errors import ConfigError
+from evenkeel.correction.settling import settle
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.model import balance
+from evenkeel.learner.results import SkipReason
+from evenkeel.learner.training.step import optimizer_steps
 from tests.learner.learner_cases import (
     TIS,
     gradients,

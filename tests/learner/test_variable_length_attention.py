@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from learner.model import attention
-from learner.model.attention import PackedAttention, choose_kernel, pack, packed_attention, variable_length_attention
-from learner.model.inputs import RowLayout
+from evenkeel.learner.model import attention
+from evenkeel.learner.model.attention import PackedAttention, choose_kernel, pack, packed_attention, variable_length_attention
+from evenkeel.learner.model.inputs import RowLayout
 from tests.learner.learner_cases import gradients, largest_difference, learner_on, random_batch, save_model
 
 LENGTHS = (1, 7, 7, 33, 1, 130, 12)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction import PRESETS, CorrectionConfig, correct, policy_loss, settle
-from correction.engines.checksum import ROW_WORDS, tensor_checksum
-from correction.engines.float8 import dequantised, quantised
-from correction.engines.float8_format import BLOCK
-from learner.model.layers import AllHeadsNorm, HFRMSNorm, _by_loop, grouped_product
+from evenkeel.correction import PRESETS, CorrectionConfig, correct, policy_loss, settle
+from evenkeel.engines.float8_format import BLOCK
+from evenkeel.engines.weights import ROW_WORDS, dequantised, quantised, tensor_checksum
+from evenkeel.learner.model.layers import AllHeadsNorm, HFRMSNorm, _by_loop, grouped_product
 from tests.correction.fixtures import random_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -15,15 +15,15 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from actors.plan.memory import rank_memory
-from actors.plan.shape import ModelShape
-from actors.settings.probe_limits import ProbeLimits
-from correction.batch import CorrectedBatch
-from correction.correct import defer
-from correction.engines.checksum import tensor_checksum
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from learner.weights.export import Staging
+from evenkeel.actors.settings.probe_limits import ProbeLimits
+from evenkeel.correction.batch import CorrectedBatch
+from evenkeel.correction.correct import defer
+from evenkeel.engines.weights import tensor_checksum
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.weights.export import Staging
+from evenkeel.plan.memory import rank_memory
+from evenkeel.plan.shape import ModelShape
 from tests.learner.learner_cases import TIS, gradients, grouped_batch, hf_model, hf_values, learner_on, random_batch, save_model
 from tests.learner.moe_cases import save_moe
 from tests.learner.test_learner_checkpoint import SETTINGS, train

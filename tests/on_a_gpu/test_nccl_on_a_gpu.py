@@ -23,23 +23,21 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.settings.environment import worker_environment
-from actors.settings.resolve import with_devices
-from correction.correct import defer
-from correction.engines.checksum import tensor_checksum
-from correction.engines.rendezvous import Rendezvous
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import SyncError
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.settings.environment import worker_environment
+from evenkeel.actors.settings.resolve import with_devices
+from evenkeel.correction.correct import defer
+from evenkeel.correction.errors import SyncError
+from evenkeel.engines.rendezvous import Rendezvous
+from evenkeel.engines.weights import WeightBucket, WeightSpec, tensor_checksum
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.weights.broadcast import WeightBroadcaster
+from evenkeel.recipe import load_config
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
+from evenkeel.rollout.trajectory import Trajectory
 from lab.ports import free_port
-from learner.config import LearnerConfig
-from learner.learner_rank import LearnerRank
-from learner.weights.broadcast import WeightBroadcaster
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
-from rollout.trajectory import Trajectory
 from tests.conftest import ROOT, BackgroundLoop
 from tests.learner.learner_cases import TIS, random_batch, run_ranks, save_model, weights
 from tests.learner.moe_cases import save_moe

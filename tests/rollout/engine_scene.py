@@ -6,8 +6,8 @@ import random
 
 from torch import Tensor
 
-from correction.engines.weight_bucket import WeightBucket
-from rollout.engine.engine import RolloutEngine
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.rollout.engine.engine import RolloutEngine
 from tests.tiny_models import SPECIAL_TOKENS
 
 TOLERANCE = 2e-5

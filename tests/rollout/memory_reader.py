@@ -7,7 +7,7 @@ import resource
 from types import SimpleNamespace
 from typing import Any
 
-from rollout.sglang_plugin.mapped_memory import keep_mapped
+from evenkeel.rollout.sglang_plugin.mapped_memory import keep_mapped
 
 
 def read_all(payloads: Any, found: Any) -> None:

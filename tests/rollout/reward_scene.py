@@ -14,9 +14,9 @@ import psutil
 import pytest
 from pydantic import TypeAdapter
 
-from rollout.config import ReasoningGymTask, RewardConfig
-from rollout.rewards.rewards import RewardPool
-from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
+from evenkeel.rollout.config import ReasoningGymTask, RewardConfig
+from evenkeel.rollout.rewards.rewards import RewardPool
+from evenkeel.rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 
 CHAIN_SUM = ReasoningGymTask(dataset="chain_sum")
 USER_REWARDS = """

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from correction.errors import DataError
-from learner.hf import families
-from rollout.config import FileTask
-from rollout.tasks.chat import ChatEncoder, configured_ends
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf import families
+from evenkeel.rollout.config import FileTask
+from evenkeel.rollout.tasks.chat import ChatEncoder, configured_ends
 from tests.rollout.family_tokenizers import CHATML, FAMILIES, Family
 
 TASK = FileTask(path=Path("rows.jsonl"))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from correction.errors import EngineError
-from rollout.sglang_plugin.attention_kernel import AttentionKernel, check_compiler
+from evenkeel.correction.errors import EngineError
+from evenkeel.rollout.sglang_plugin.attention_kernel import AttentionKernel, check_compiler
 
 SLOTS, REQUESTS, CONTEXT = 900, 5, 300
 SHAPES = [(4, 2, 48), (2, 2, 20), (8, 1, 64)]                       # query heads, key heads, head size

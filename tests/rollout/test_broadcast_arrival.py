@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import ErrorType
 
-from rollout.sglang_plugin import hooks
+from evenkeel.rollout.sglang_plugin import hooks
 
 TARGET = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.receive_weights_from_distributed"
 BUCKET = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[3, 2]], "load_format": None}

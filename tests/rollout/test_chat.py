@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from correction.errors import ConfigError, DataError
-from rollout.config import ReasoningGymTask
-from rollout.tasks.chat import ChatEncoder, load_tokenizer
+from evenkeel.correction.errors import ConfigError, DataError
+from evenkeel.rollout.config import ReasoningGymTask
+from evenkeel.rollout.tasks.chat import ChatEncoder, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from correction.engines.weight_bucket import WeightBucket
-from rollout.continuation import continued, is_begun, kept, unsampled
-from rollout.engine.engine import RolloutEngine
-from rollout.trajectory import FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.rollout.continuation import continued, is_begun, kept, unsampled
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.trajectory import FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, response_logprobs, tiny_weights
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, processors
 
-from correction.errors import DataError
-from rollout.config import FileTask
-from rollout.tasks.chat import ChatEncoder, ControlTokens
-from rollout.tasks.tasks import build_task
+from evenkeel.correction.errors import DataError
+from evenkeel.rollout.config import FileTask
+from evenkeel.rollout.tasks.chat import ChatEncoder, ControlTokens
+from evenkeel.rollout.tasks.tasks import build_task
 from tests.rollout.family_tokenizers import CHATML, FAMILIES, Family
 
 NORMAL = ("1 + 2 = 12", " ab  ab\n\n", "ab", "a <| b |> </ c", "for a in 12:\n    or ab\n")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from correction.errors import DataError
-from rollout.config import FileTask, HuggingFaceTask
-from rollout.tasks.tasks import build_task
+from evenkeel.correction.errors import DataError
+from evenkeel.rollout.config import FileTask, HuggingFaceTask
+from evenkeel.rollout.tasks.tasks import build_task
 from tests.rollout.row_files import numbered, write_rows
 
 FRENCH = [{"prompt": f"Épelez été {i}", "answer": f"é{i}", "level": i % 3} for i in range(20)]

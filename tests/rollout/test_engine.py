@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from correction.errors import ConfigError, DataError
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.trajectory import FinishReason, Trajectory, VersionSpan
+from evenkeel.correction.errors import ConfigError, DataError
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.trajectory import FinishReason, Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.rollout.engine_scene import TOLERANCE, prompts
 from tests.rollout.hf_reference import hf_model, k3, largest_difference, response_logprobs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from rollout.engine_settings.engine_arguments import ATTENTION_BACKENDS, HANDED_ON, refusal
-from rollout.engine_settings.engine_config import RESERVED_ARGUMENTS, EngineConfig
+from evenkeel.rollout.engine_settings.engine_arguments import ATTENTION_BACKENDS, HANDED_ON, refusal
+from evenkeel.rollout.engine_settings.engine_config import RESERVED_ARGUMENTS, EngineConfig
 
 
 def test_every_argument_of_sglang_is_set_refused_or_handed_on() -> None:

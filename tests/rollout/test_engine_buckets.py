@@ -13,14 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
+from evenkeel.engines.weights import WeightBucket, WeightSpec, tensor_checksum
+from evenkeel.learner.weights.broadcast import WeightBroadcaster, end_to_end
+from evenkeel.rollout.engine import weight_transfer
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.trajectory import Trajectory
 from lab.ports import free_port
-from learner.weights.broadcast import WeightBroadcaster, end_to_end
-from rollout.engine import weight_transfer
-from rollout.engine.engine import RolloutEngine
-from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.rollout.engine_scene import buckets_of, some_tokens
 from tests.rollout.hf_reference import perturbed, tiny_weights

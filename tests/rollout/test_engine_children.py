@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from correction.errors import EngineError
-from rollout.engine import engine_process
-from rollout.engine.engine_process import EngineProcess
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.sglang_plugin.hooks import PluginSettings
+from evenkeel.correction.errors import EngineError
+from evenkeel.rollout.engine import engine_process
+from evenkeel.rollout.engine.engine_process import EngineProcess
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.sglang_plugin.hooks import PluginSettings
 from tests.e2e.launch import ROOT
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]

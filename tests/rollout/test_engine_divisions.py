@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from correction.engines.expert_count import DENSE_FAMILIES
-from correction.errors import ConfigError
-from learner.hf.families import FAMILIES
-from rollout.engine.engine import _read_model_config
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.engine_settings.engine_ranks import obstacles
+from evenkeel.correction.errors import ConfigError
+from evenkeel.engines.contract import DENSE_FAMILIES
+from evenkeel.learner.hf.families import FAMILIES
+from evenkeel.rollout.engine.engine import _read_model_config
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.engine_settings.engine_ranks import obstacles
 from tests.tiny_models import save_tiny_model
 
 OVER_ALL_HEADS = {kind for kind, family in FAMILIES.items() if family.qk_norm == "all_heads"}

@@ -27,16 +27,14 @@ import psutil
 import pytest
 import torch
 
-from correction.engines.checksum import tensor_checksum
-from correction.engines.rendezvous import Rendezvous
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, RequestError, SyncError
+from evenkeel.correction.errors import DataError, DeadlineExceeded, EngineDirty, EngineError, RequestError, SyncError
+from evenkeel.engines.rendezvous import Rendezvous
+from evenkeel.engines.weights import WeightBucket, WeightSpec, tensor_checksum
+from evenkeel.learner.weights.broadcast import WeightBroadcaster
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
+from evenkeel.rollout.trajectory import Trajectory
 from lab.ports import free_port
-from learner.weights.broadcast import WeightBroadcaster
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
-from rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.failures.measured import Measured
 from tests.rollout.engine_scene import is_healthy
@@ -50,8 +48,8 @@ GROUP_S = 5.0
 
 OWNER = """
 import asyncio, json, sys
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 
 async def main():
     engine = await RolloutEngine.start(sys.argv[1], EngineConfig(device="cpu", max_total_tokens=4096))

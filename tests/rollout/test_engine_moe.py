@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.trajectory import Trajectory
+from evenkeel.engines.weights import WeightBucket, WeightSpec, tensor_checksum
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.trajectory import Trajectory
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, response_logprobs, tiny_weights
 from tests.tiny_models import save_tiny_model

@@ -11,11 +11,11 @@ import psutil
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from learner.hf.families import FAMILIES
-from rollout import sglang_plugin
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS
-from rollout.engine_settings.engine_config import RESERVED_ARGUMENTS
+from evenkeel.learner.hf.families import FAMILIES
+from evenkeel.rollout import sglang_plugin
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS
+from evenkeel.rollout.engine_settings.engine_config import RESERVED_ARGUMENTS
 
 pytestmark = pytest.mark.engine
 
@@ -62,7 +62,7 @@ def test_the_models_looked_at_first_are_those_that_sglang_itself_would_take(engi
     """The very classes of its full registry; and each architecture that the learner trains, by transformers' name of it, is among them: of
     one that isn't the engine's start would import every model of SGLang's."""
     everything = importlib.import_module("sglang.srt.models.registry").import_model_classes("sglang.srt.models")
-    ours = {one.__name__: one for one in importlib.import_module("rollout.sglang_plugin.served_models.families").EntryClass}
+    ours = {one.__name__: one for one in importlib.import_module("evenkeel.rollout.sglang_plugin.served_models.families").EntryClass}
     assert len(everything) > 200 and ours and {name: everything.get(name) for name in ours} == ours
     assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in FAMILIES} <= set(ours)
 

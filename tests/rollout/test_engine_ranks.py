@@ -17,18 +17,16 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import EngineError, SyncError
-from rollout.engine import weight_transfer
-from rollout.engine.engine import RolloutEngine
-from rollout.engine.weight_transfer import UpdateCheck
-from rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.engine_settings.engine_ranks import environment_of_ranks, free_ports, obstacles
-from rollout.sglang_plugin import weight_parts
-from rollout.sglang_plugin.weight_parts import RankParts, WeightPart, text_of
+from evenkeel.correction.errors import EngineError, SyncError
+from evenkeel.engines.weights import WeightBucket, WeightSpec, tensor_checksum
+from evenkeel.rollout.engine import weight_transfer
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine.weight_transfer import UpdateCheck
+from evenkeel.rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.engine_settings.engine_ranks import environment_of_ranks, free_ports, obstacles
+from evenkeel.rollout.sglang_plugin import weight_parts
+from evenkeel.rollout.sglang_plugin.weight_parts import RankParts, WeightPart, text_of
 
 
 def test_sglang_is_told_of_ranks_only_if_there_are_several() -> None:

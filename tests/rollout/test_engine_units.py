@@ -18,18 +18,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from correction.engines import checksum
-from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import ConfigError, RequestError, SyncError
-from rollout.config import AnswerSampling, SamplingConfig
-from rollout.engine import engine as engine_module
-from rollout.engine.engine import ExpertShape, RolloutEngine, trajectory_of
-from rollout.engine.weight_transfer import UpdateCheck
-from rollout.engine_settings.engine_capabilities import EngineCapabilities
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.sampler import Sampler
-from rollout.trajectory import FailureKind, FinishReason, Group, Prompt, Trajectory, VersionSpan
+from evenkeel.correction.errors import ConfigError, RequestError, SyncError
+from evenkeel.engines import weights as checksum
+from evenkeel.engines.weights import WeightSpec, tensor_checksum
+from evenkeel.rollout.config import AnswerSampling, SamplingConfig
+from evenkeel.rollout.engine import engine as engine_module
+from evenkeel.rollout.engine.engine import ExpertShape, RolloutEngine, trajectory_of
+from evenkeel.rollout.engine.weight_transfer import UpdateCheck
+from evenkeel.rollout.engine_settings.engine_capabilities import EngineCapabilities
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.sampler import Sampler
+from evenkeel.rollout.trajectory import FailureKind, FinishReason, Group, Prompt, Trajectory, VersionSpan
 
 
 def checksum_by_integers(tensor: Tensor) -> str:

@@ -17,12 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import EngineDirty, SyncError
-from rollout.engine.engine import RolloutEngine
-from rollout.trajectory import Trajectory, VersionSpan
+from evenkeel.correction.errors import EngineDirty, SyncError
+from evenkeel.engines.weights import WeightBucket, WeightSpec, tensor_checksum
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.trajectory import Trajectory, VersionSpan
 from tests.conftest import BackgroundLoop
 from tests.rollout.engine_scene import TOLERANCE, buckets_of, is_healthy, prompts, some_tokens
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, response_logprobs, tiny_weights

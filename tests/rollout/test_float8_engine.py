@@ -14,14 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from correction.engines.float8 import in_float8, quantised
-from correction.engines.float8_format import BLOCK, is_projection
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
+from evenkeel.engines.float8_format import BLOCK, is_projection
+from evenkeel.engines.weights import WeightBucket, WeightSpec, in_float8, quantised
+from evenkeel.learner.weights.broadcast import WeightBroadcaster
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 from lab.ports import free_port
-from learner.weights.broadcast import WeightBroadcaster
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig
 from tests.tiny_models import save_tiny_model
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -96,7 +94,7 @@ def experts_by_hand(x: Tensor, chosen: Tensor, weights: Tensor, *, matrices: lis
 
 def test_a_product_is_that_of_the_rounded_numbers() -> None:
     """On a CPU, edges and an all-zero token included, to float32's rounding of a sum and bfloat16's of the result."""
-    from rollout.sglang_plugin.float8 import _apply
+    from evenkeel.rollout.sglang_plugin.float8 import _apply
 
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(2, 5, 192, generator=generator) * torch.logspace(-3, 2, 192)).bfloat16()
@@ -112,7 +110,7 @@ def test_a_product_is_that_of_the_rounded_numbers() -> None:
 
 def test_no_random_scales_are_left_for_the_cache() -> None:
     """Both below 0: SGLang then takes 1."""
-    from rollout.sglang_plugin.float8 import _no_scales_of_the_cache
+    from evenkeel.rollout.sglang_plugin.float8 import _no_scales_of_the_cache
 
     layer = SimpleNamespace(k_scale=torch.nn.Parameter(torch.tensor(5e-4)), v_scale=torch.nn.Parameter(torch.tensor(-5e-4)))
     _no_scales_of_the_cache(None, layer)
@@ -121,7 +119,7 @@ def test_no_random_scales_are_left_for_the_cache() -> None:
 
 def test_a_token_s_experts_are_products_of_rounded_numbers() -> None:
     """Of four experts on a rank; one that isn't there, an all-zero token, and a token whose experts are all elsewhere."""
-    from rollout.sglang_plugin.float8 import _of_experts
+    from evenkeel.rollout.sglang_plugin.float8 import _of_experts
 
     generator = torch.Generator().manual_seed(0)
     shapes = ((256, 192), (256, 192), (192, 256))

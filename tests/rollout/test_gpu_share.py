@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from correction.engines.gpu_share import CONTEXT, SUMMED, allocator_fraction, engine_budget, outside_cache
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.sglang_plugin import gpu_share
-from rollout.sglang_plugin.gpu_share import TARGET, cache_bytes
+from evenkeel.engines.machine import CONTEXT, SUMMED, allocator_fraction, engine_budget, outside_cache
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.sglang_plugin import gpu_share
+from evenkeel.rollout.sglang_plugin.gpu_share import TARGET, cache_bytes
 
 GIB = 1 << 30
 TOTAL, WEIGHTS, WORDS = 24 * GIB, int(1.2 * GIB), 151_936

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engine import heartbeat
-from rollout.engine.heartbeat import kernels_are_compiled, until_engine_lost
+from evenkeel.rollout.engine import heartbeat
+from evenkeel.rollout.engine.heartbeat import kernels_are_compiled, until_engine_lost
 from tests.actors.simulated_time import simulate
 
 LIMIT_S = 30.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sglang_plugin import hooks, last_error
+from evenkeel.rollout.sglang_plugin import hooks, last_error
 
 
 def test_the_first_deadly_exception_is_kept(tmp_path: Path) -> None:

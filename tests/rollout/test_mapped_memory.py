@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from correction.engines.weight_bucket import WeightBucket
-from rollout.engine import weight_transfer
-from rollout.sglang_plugin import mapped_memory
+from evenkeel.engines.weights import WeightBucket
+from evenkeel.rollout.engine import weight_transfer
+from evenkeel.rollout.sglang_plugin import mapped_memory
 
 GPU = SimpleNamespace(device="cuda")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout.sglang_plugin import hooks
+from evenkeel.rollout.sglang_plugin import hooks
 
 
 def request(tokens: int, *, finished: bool = False, retracted: bool = False, chunks: int = 0) -> Any:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from correction.batch import PackedBatch
-from correction.errors import DataError
-from rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong, TrainOverlong
-from rollout.packing import overlong_penalty, pack_groups
-from rollout.trajectory import (
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.errors import DataError
+from evenkeel.rollout.config import MaskOverlong, OverlongConfig, PenaliseOverlong, TrainOverlong
+from evenkeel.rollout.packing import overlong_penalty, pack_groups
+from evenkeel.rollout.trajectory import (
     AnswerPlace,
     FinishReason,
     Group,

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from correction.engines.quick_imports import gc_paused, without_model_classes
-from rollout import sglang_plugin
+from evenkeel.engines.machine import gc_paused, without_model_classes
+from evenkeel.rollout import sglang_plugin
 
 ROOT = Path(__file__).parents[2]
 READS = """
 import importlib.util, json, sys
-from learner.hf.hf_folder import read_config
+from evenkeel.learner.hf.folder import read_config
 config = read_config(sys.argv[1])
 loaded = [name for name in ("torch._dynamo", "transformers.models.auto.modeling_auto") if name in sys.modules]
 found = importlib.util.find_spec("transformers.models.auto.modeling_auto")  # what was left out is there for who wants it

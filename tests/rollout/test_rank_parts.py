@@ -17,13 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import EngineError
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, RECEIPT, SPECS
-from rollout.sglang_plugin.weight_parts import RankParts
+from evenkeel.correction.errors import EngineError
+from evenkeel.engines.weights import WeightSpec, tensor_checksum
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, RECEIPT, SPECS
+from evenkeel.rollout.sglang_plugin.weight_parts import RankParts
 
 HEADS, KEY_HEADS, WIDTH, HIDDEN, FEED_FORWARD, EXPERTS, VOCABULARY = 8, 2, 4, 32, 64, 4, 515
 PADDED = 576
@@ -95,7 +94,7 @@ class Plugin:
             module = ModuleType(name)
             module.__dict__.update(content)
             monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
-        monkeypatch.setitem(sys.modules, "rollout.sglang_plugin.rank_receipts", _loaded("rank_receipts"))
+        monkeypatch.setitem(sys.modules, "evenkeel.rollout.sglang_plugin.rank_receipts", _loaded("rank_receipts"))
         self.weights: Any = _loaded("weights")
         self.weights.register()
 

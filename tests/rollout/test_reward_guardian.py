@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.config import FunctionReward
-from rollout.rewards.rewards import RewardPool
-from rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
+from evenkeel.rollout.config import FunctionReward
+from evenkeel.rollout.rewards.rewards import RewardPool
+from evenkeel.rollout.trajectory import FinishReason, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
 from tests.rollout.reward_scene import is_running, pids_of, sleepers, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="guardians are Linux's")

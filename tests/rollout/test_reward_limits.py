@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.rewards.rewards import RewardError, RewardPool
-from rollout.trajectory import FailureKind
+from evenkeel.rollout.rewards.rewards import RewardError, RewardPool
+from evenkeel.rollout.trajectory import FailureKind
 from tests.failures.measured import REAL, Measured
 from tests.rollout.reward_scene import asked, is_running, scored, sleepers, user_reward, wait_until
 from tests.rollout.reward_scene import user_module as user_module
@@ -66,9 +66,9 @@ def test_no_file_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 PARENT = """
     import asyncio, sys
     from pydantic import TypeAdapter
-    from rollout.config import FunctionReward
-    from rollout.rewards.rewards import RewardPool
-    from rollout.trajectory import *
+    from evenkeel.rollout.config import FunctionReward
+    from evenkeel.rollout.rewards.rewards import RewardPool
+    from evenkeel.rollout.trajectory import *
 
     async def main():
         pool = RewardPool(FunctionReward(path="user_rewards:moody", processes=2, deadline_s=60))
@@ -129,7 +129,7 @@ def test_a_machine_without_a_process_left_fails_one_answer_after_the_other(
 ) -> None:
     """And no more than that: not the worker, whose engine is well. No descriptor stays open."""
     open_before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("rollout.rewards.rewards.subprocess.Popen", Refusing(*refused))
+    monkeypatch.setattr("evenkeel.rollout.rewards.rewards.subprocess.Popen", Refusing(*refused))
     for found, reason in zip(scored(user_reward("moody"), *texts), expected, strict=True):
         assert (found.error is None and found.reward is not None) if reason is None else (reason in str(found.error))
         assert reason is None or (found.reward is None and found.failure is FailureKind.REWARD)
@@ -137,7 +137,7 @@ def test_a_machine_without_a_process_left_fails_one_answer_after_the_other(
 
 
 def test_a_worker_that_starts_without_a_process_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.rewards.rewards.subprocess.Popen", Refusing(0))
+    monkeypatch.setattr("evenkeel.rollout.rewards.rewards.subprocess.Popen", Refusing(0))
 
     async def run() -> None:
         await RewardPool(user_reward("length")).check(asked())

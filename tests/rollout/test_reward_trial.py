@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.config import AfterMarker, Extraction, RegexMatch, WholeText
-from rollout.rewards.reward_process import build_extraction
-from rollout.rewards.reward_trial import in_its_form, trial_notes
+from evenkeel.rollout.config import AfterMarker, Extraction, RegexMatch, WholeText
+from evenkeel.rollout.rewards.reward_process import build_extraction
+from evenkeel.rollout.rewards.reward_trial import in_its_form, trial_notes
 
 WHOLE = WholeText()
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from correction.errors import ConfigError
-from rollout.rewards.reward_process import build_extraction, components
-from rollout.rewards.rewards import RewardError, RewardPool, _as_reply
-from rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, ids_of, logprobs_of
+from evenkeel.correction.errors import ConfigError
+from evenkeel.rollout.rewards.reward_process import build_extraction, components
+from evenkeel.rollout.rewards.rewards import RewardError, RewardPool, _as_reply
+from evenkeel.rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, ids_of, logprobs_of
 from tests.failures.measured import REAL, Measured
 from tests.rollout.reward_scene import answered, asked, pids_of, reward, scored, scored_each, user_reward
 from tests.rollout.reward_scene import user_module as user_module

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from correction.errors import ConfigError
-from rollout.config import OverlongConfig, RewardConfig, RolloutConfig, SamplingConfig, TaskConfig
-from rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.correction.errors import ConfigError
+from evenkeel.rollout.config import OverlongConfig, RewardConfig, RolloutConfig, SamplingConfig, TaskConfig
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
 CHAIN_SUM = {"kind": "reasoning_gym", "dataset": "chain_sum"}
 

@@ -10,13 +10,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from correction.errors import DataError
-from rollout.config import FileTask, RolloutConfig
-from rollout.tasks.chat import ChatEncoder, load_tokenizer
-from rollout.tasks.rows import _field, read_file, with_field
-from rollout.tasks.tasks import build_task
+from evenkeel.actors.config import RunConfig
+from evenkeel.correction.errors import DataError
+from evenkeel.recipe import load_config
+from evenkeel.rollout.config import FileTask, RolloutConfig
+from evenkeel.rollout.tasks.chat import ChatEncoder, load_tokenizer
+from evenkeel.rollout.tasks.rows import _field, read_file, with_field
+from evenkeel.rollout.tasks.tasks import build_task
 from tests.rollout.family_tokenizers import FAMILIES
 from tests.rollout.reward_scene import asked, scored
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.sglang_plugin import running_cache
-from rollout.sglang_plugin.running_cache import RunningCache, gather
+from evenkeel.rollout.sglang_plugin import running_cache
+from evenkeel.rollout.sglang_plugin.running_cache import RunningCache, gather
 
 GROUPS, SIZE, LAYERS, SLOTS, ROWS, CONTEXT = 2, 4, 2, 1000, 6, 200
 

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from actors.commands.evaluate import evaluate_folder
-from actors.commands.filter import Bounds, filter_questions
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from rollout.config import AnswerSampling, ExactMatchReward, MaskOverlong, SamplingConfig
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.packing import is_left_out
-from rollout.rewards.rewards import RewardPool
-from rollout.sampler import Sampler, sample_seed
-from rollout.tasks.chat import ChatEncoder
-from rollout.trajectory import FinishReason, Group, Prompt, Trajectory
+from evenkeel.actors.config import RunConfig
+from evenkeel.evaluation import evaluate_folder
+from evenkeel.filter import Bounds, filter_questions
+from evenkeel.recipe import load_config
+from evenkeel.rollout.config import AnswerSampling, ExactMatchReward, MaskOverlong, SamplingConfig
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.packing import is_left_out
+from evenkeel.rollout.rewards.rewards import RewardPool
+from evenkeel.rollout.sampler import Sampler, sample_seed
+from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.trajectory import FinishReason, Group, Prompt, Trajectory
 from tests.conftest import BackgroundLoop
 from tests.tiny_models import SPECIAL_TOKENS
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout.engine.engine import RolloutEngine
-from rollout.sampler import sample_seed
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.sampler import sample_seed
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model
 
@@ -24,7 +24,7 @@ PROBABILITIES = torch.tensor([0.3, 0.0, 0.05, 0.25, 1e-3, 0.199, 0.0, 0.2])
 
 @pytest.fixture
 def draw(shared_engine: RolloutEngine):
-    from rollout.sglang_plugin.seeded_sampler import draw
+    from evenkeel.rollout.sglang_plugin.seeded_sampler import draw
 
     return draw
 
@@ -45,7 +45,7 @@ def assert_is_sample_of(counts: Tensor, probabilities: Tensor) -> None:
 
 
 def test_the_uniform_numbers_are_splitmix64(draw) -> None:
-    from rollout.sglang_plugin.seeded_sampler import uniform
+    from evenkeel.rollout.sglang_plugin.seeded_sampler import uniform
 
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     found = uniform(torch.full((5,), 1234567), torch.arange(5))      # a widely published vector of seed 1234567
@@ -94,7 +94,7 @@ def test_a_row_is_drawn_alone(draw) -> None:
 @pytest.mark.parametrize("summed", [1, 7, 512, 1536, 1537])
 def test_parts_of_the_vocabulary_draw_what_the_whole_draws(draw, monkeypatch: pytest.MonkeyPatch, summed: int) -> None:
     """Bit for bit the sums of a whole row from its left, whatever the parts; rows have parts of probability 0, one is no number."""
-    from rollout.sglang_plugin import seeded_sampler
+    from evenkeel.rollout.sglang_plugin import seeded_sampler
 
     generator = torch.Generator().manual_seed(1)
     probabilities = torch.softmax(3 * torch.randn(4000, 1537, generator=generator), -1)
@@ -115,7 +115,7 @@ def test_a_large_vocabulary_is_never_whole_in_float64(draw) -> None:
     """Of 256 requests at 151,936 words that would be 0.3 GB, twice; the largest tensor that a draw makes here are numbers of a part."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from correction.engines.gpu_share import SUMMED
+    from evenkeel.engines.machine import SUMMED
 
     sizes = []
 

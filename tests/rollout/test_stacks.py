@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rollout.stacks import stacks_of
+from evenkeel.rollout.stacks import stacks_of
 
 _CHILD = """
 import ctypes, sys, time
-from rollout.stacks import register_stack_dump
+from evenkeel.rollout.stacks import register_stack_dump
 
 def sleeps_in_c_with_the_lock():
     print("ready", flush=True)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from correction.errors import ConfigError, DataError
-from rollout.config import FileTask, HuggingFaceTask, ReasoningGymTask
-from rollout.rewards.reward_process import as_json, create_reasoning_gym, from_json
-from rollout.tasks.chat import ChatEncoder, load_tokenizer
-from rollout.tasks.prompt_place import PromptPlace
-from rollout.tasks.questions import hash_share, text_key
-from rollout.tasks.tasks import build_task
-from rollout.trajectory import Demonstration
+from evenkeel.correction.errors import ConfigError, DataError
+from evenkeel.rollout.config import FileTask, HuggingFaceTask, ReasoningGymTask
+from evenkeel.rollout.rewards.reward_process import as_json, create_reasoning_gym, from_json
+from evenkeel.rollout.tasks.chat import ChatEncoder, load_tokenizer
+from evenkeel.rollout.tasks.prompt_place import PromptPlace
+from evenkeel.rollout.tasks.questions import hash_share, text_key
+from evenkeel.rollout.tasks.tasks import build_task
+from evenkeel.rollout.trajectory import Demonstration
 from tests.rollout.row_files import numbered, write_rows
 
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -162,7 +162,7 @@ def with_raising(monkeypatch: pytest.MonkeyPatch, share: float, made: Callable[[
         made(seed)
         return Raising(create_reasoning_gym(*words, seed=seed, size=size), share)
 
-    monkeypatch.setattr("rollout.tasks.gym_source.create_reasoning_gym", create)
+    monkeypatch.setattr("evenkeel.rollout.tasks.gym_source.create_reasoning_gym", create)
 
 
 def test_a_question_that_raises_is_passed_over_the_same_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_a_stretch_that_can_not_be_made_is_made_of_another_seed(monkeypatch: pyt
     others = [build_task(chain_sum()).train_prompt(256) for _ in range(2)]
     assert others[0] == others[1] != plain and others[0].prompt_id == plain.prompt_id
     task = build_task(chain_sum())
-    monkeypatch.setattr("rollout.tasks.gym_source.create_reasoning_gym", lambda *_, **__: made(next(iter(bad))))
+    monkeypatch.setattr("evenkeel.rollout.tasks.gym_source.create_reasoning_gym", lambda *_, **__: made(next(iter(bad))))
     seeds.clear()
     with pytest.raises(DataError, match="making it raised ZeroDivisionError: no such sum"):
         task.train_prompt(256)
@@ -221,7 +221,7 @@ def test_what_is_the_machines_fault_passes_no_question_over(monkeypatch: pytest.
     def refuse(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("rollout.tasks.gym_source.create_reasoning_gym", refuse)
+    monkeypatch.setattr("evenkeel.rollout.tasks.gym_source.create_reasoning_gym", refuse)
     with pytest.raises(error):
         task.train_prompt(256)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from correction.errors import ConfigError
-from rollout.engine.temporary_files import LONGEST_TMPDIR, check_tmpdir, own_folder, passing_folder, remove
+from evenkeel.correction.errors import ConfigError
+from evenkeel.rollout.engine.temporary_files import LONGEST_TMPDIR, check_tmpdir, own_folder, passing_folder, remove
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_files_of_a_killed_engine_go_with_the_next_start(tmp_path: Path, monkeyp
     monkeypatch.setattr(tempfile, "tempdir", None)
     child = "import tempfile; print(tempfile.mkdtemp())"
     script = (
-        "import subprocess, sys; from rollout.engine.temporary_files import own_folder\n"
+        "import subprocess, sys; from evenkeel.rollout.engine.temporary_files import own_folder\n"
         f"with own_folder() as folder: print(folder, subprocess.check_output([sys.executable, '-c', {child!r}], text=True).strip())"
     )
     command = [sys.executable, "-c", script]
@@ -49,7 +49,7 @@ def test_files_of_a_killed_engine_go_with_the_next_start(tmp_path: Path, monkeyp
 
 LIVES = """
 import sys
-from rollout.engine.temporary_files import own_folder
+from evenkeel.rollout.engine.temporary_files import own_folder
 with own_folder() as folder: print(folder, flush=True)
 sys.stdin.read()
 """

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from correction.engines.rendezvous import Rendezvous, rendezvous_store
+from evenkeel.engines.rendezvous import Rendezvous, rendezvous_store
+from evenkeel.rollout.sglang_plugin import hooks
 from lab.ports import free_port
-from rollout.sglang_plugin import hooks
 
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 JOIN, LEAVE = f"{UPDATER}.init_weights_update_group", f"{UPDATER}.destroy_weights_update_group"
@@ -164,7 +164,7 @@ def test_who_waits_goes_on_when_the_learner_is_gone(is_connecting: bool, monkeyp
 
 def test_who_comes_after_the_group_was_given_up_does_not_wait_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is served before anybody is asked. The group has five minutes here; the engine stands still meanwhile."""
-    monkeypatch.setattr("rollout.sglang_plugin.weight_group._CONTACT_S", 0.5)
+    monkeypatch.setattr("evenkeel.rollout.sglang_plugin.weight_group._CONTACT_S", 0.5)
     is_joined, said = Joining(monkeypatch, free_port(), Updater(), LONG_S).end()
     assert not is_joined and "DistNetworkError" in said
 

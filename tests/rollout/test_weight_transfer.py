@@ -18,21 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from actors.carriers import WeightChecksums
-from actors.part_carriers import WorkerSettings
-from actors.pool import rollout_worker
-from actors.pool.rollout_worker import RolloutWorker
-from correction.engines import host_memory
-from correction.engines.checksum import digest_of
-from correction.engines.weight_bucket import WeightBucket
-from correction.engines.weight_spec import WeightSpec
-from correction.errors import DeadlineExceeded, SyncError
-from rollout.config import RolloutConfig
-from rollout.engine import engine as rollout_engine
-from rollout.engine import weight_transfer
-from rollout.engine.engine import RolloutEngine
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.sglang_plugin import hooks
+from evenkeel.actors.carriers import WeightChecksums, WorkerSettings
+from evenkeel.actors.pool import rollout_worker
+from evenkeel.actors.pool.rollout_worker import RolloutWorker
+from evenkeel.correction.errors import DeadlineExceeded, SyncError
+from evenkeel.engines import machine as host_memory
+from evenkeel.engines.weights import WeightBucket, WeightSpec, digest_of
+from evenkeel.rollout.config import RolloutConfig
+from evenkeel.rollout.engine import engine as rollout_engine
+from evenkeel.rollout.engine import weight_transfer
+from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.sglang_plugin import hooks
 from tests.actors.cases import prompt
 from tests.actors.simulated_time import simulate
 from tests.rollout.memory_reader import read_all

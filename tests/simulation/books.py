@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from correction.batch import PackedBatch
-from rollout.trajectory import GroupFacts
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.rollout.trajectory import GroupFacts
 from tests.simulation.learner import Weights
 
 

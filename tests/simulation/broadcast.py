@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from correction.errors import SyncError
+from evenkeel.correction.errors import SyncError
 
 _TIMEOUT_S = 45.0
 """Of one broadcast; a member that is gone shows by it."""

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import actors.pool.rollout_worker
-import actors.processes.loop_clock
-import actors.queue.payloads
-import actors.service.correction_service
-import learner.hf.hf_folder
-import learner.weights.checkpoint_files
-import learner.weights.file_sums
-from actors.checkpoints import checkpoint_reader
-from actors.driver import lost_parts
-from actors.processes import interrupts
-from actors.record import retrying_writer
-from rollout.rewards.rewards import RewardError
+import evenkeel.actors.groups.tokens
+import evenkeel.actors.pool.rollout_worker
+import evenkeel.actors.processes.loop_clock
+import evenkeel.actors.service.correction_service
+import evenkeel.learner.hf.folder
+import evenkeel.learner.weights.checkpoint_files
+import evenkeel.learner.weights.file_sums
+from evenkeel.actors.checkpoints import reader as checkpoint_reader
+from evenkeel.actors.driver import lost_parts
+from evenkeel.actors.processes import interrupts
+from evenkeel.actors.record import retrying_writer
+from evenkeel.rollout.rewards.rewards import RewardError
 from tests.simulation import parts
 from tests.simulation.disk import Disk, SimulatedFileThread
 from tests.simulation.engine import FaultyEngine, SimulatedSampler
@@ -33,7 +33,8 @@ from tests.simulation.schedule import FaultSchedule
 
 @contextlib.contextmanager
 def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[None]:
-    service, worker, payloads = actors.service.correction_service, actors.pool.rollout_worker, actors.queue.payloads
+    service, worker = evenkeel.actors.service.correction_service, evenkeel.actors.pool.rollout_worker
+    payloads = evenkeel.actors.groups.tokens
     nothing: Callable[..., Any] = lambda *_, **__: None  # noqa: E731
     endpoint = lambda *_, **__: SimpleNamespace(set=nothing, add=nothing, close=nothing, target="127.0.0.1:1")  # noqa: E731
     with contextlib.ExitStack() as stack:
@@ -46,11 +47,11 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
             (service, "clipped_tokens", parts.not_clipped),
             (interrupts, "handled_in", partial(_handled_in, faults)),
             (retrying_writer, "FileThread", partial(SimulatedFileThread, disk)),
-            (actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late here, and ticks would be half of all events
+            (evenkeel.actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late; ticks would be half of all events
             (lost_parts, "_LOOK_S", 3.0),  # each second, as it is, whether all parts are there would be a third of all calls
-            (learner.weights.file_sums, "_side_by_side", map),
-            (learner.weights.checkpoint_files, "check_readable", nothing),
-            (learner.hf.hf_folder, "check_trainable", nothing),
+            (evenkeel.learner.weights.file_sums, "_side_by_side", map),
+            (evenkeel.learner.weights.checkpoint_files, "check_readable", nothing),
+            (evenkeel.learner.hf.folder, "check_trainable", nothing),
             (checkpoint_reader, "load_tokenizer", nothing),
             (worker, "own_folder", lambda: contextlib.nullcontext(Path("temporary"))),
             (worker, "remove", nothing),

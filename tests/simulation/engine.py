@@ -16,13 +16,13 @@ from typing import Any
 
 import ray
 
-from actors.carriers import WeightChecksums
-from correction.engines.checksum import digest_of
-from correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, SyncError
-from rollout.config import AnswerSampling, RolloutConfig
-from rollout.continuation import continued, is_begun, kept, unsampled
-from rollout.engine.engine import trajectory_of
-from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, Trajectory, UnfinishedGroup
+from evenkeel.actors.carriers import WeightChecksums
+from evenkeel.correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, SyncError
+from evenkeel.engines.weights import digest_of
+from evenkeel.rollout.config import AnswerSampling, RolloutConfig
+from evenkeel.rollout.continuation import continued, is_begun, kept, unsampled
+from evenkeel.rollout.engine.engine import trajectory_of
+from evenkeel.rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, Trajectory, UnfinishedGroup
 from tests.simulation.processes import Process
 
 _CHUNKS = 3

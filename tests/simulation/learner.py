@@ -19,15 +19,14 @@ from typing import Any
 import ray
 import torch
 
-from actors.carriers import ExportPlan, WeightSnapshot
-from actors.part_carriers import ActorInfo
-from actors.ranks.collective_calls import collective
-from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.ranks.rank_faults import as_rank_failure, names_failures
-from correction.errors import DataError
-from learner.config import LearnerConfig
-from learner.results import Proximal, SkipReason, StepResult, StepValues
-from learner.training.step import Abort
+from evenkeel.actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
+from evenkeel.actors.ranks.collective_calls import collective
+from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
+from evenkeel.actors.ranks.rank_faults import as_rank_failure, names_failures
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.results import Proximal, SkipReason, StepResult, StepValues
+from evenkeel.learner.training.step import Abort
 from tests.simulation.engine import checksums_of_weights, pieces_of, probe_of
 from tests.simulation.processes import HERE
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import ray.exceptions
 
-from actors.carriers import Ticket
-from actors.metrics.step_metrics import StepMetrics
-from actors.part_carriers import ActorInfo
-from actors.processes.supervision import abandon, wait_for
-from actors.record.retrying_writer import RetryingWriter
-from actors.record.run_folder import RunFolder
-from correction.errors import EvenkeelError
-from rollout.trajectory import GroupFacts, Prompt
+from evenkeel.actors.carriers import ActorInfo, Ticket
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.processes.supervision import abandon, wait_for
+from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.errors import EvenkeelError
+from evenkeel.rollout.trajectory import GroupFacts, Prompt
 
 
 class SimulatedTask:

@@ -12,23 +12,23 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from actors.carriers import DiscardReason, Ticket
-from actors.checkpoints import checkpoint_reader, checkpoint_writer
-from actors.driver.batch_source import BatchSource
-from actors.groups.book import Entry, GroupBook, GroupState
-from actors.pool.dispatch import WaitingWork
-from actors.pool.pool import RolloutPool
-from actors.pool.rollout_worker import RolloutWorker
-from actors.ranks import collective_calls
-from actors.ranks.collective_calls import CollectiveCaller
-from actors.record.retrying_writer import RetryingWriter
-from actors.state.ledger import Ledger
-from actors.state.queue_snapshot import BookContents, QueueSnapshot
-from actors.weights.publication import PublishedVersions
-from actors.weights.weight_sync import WeightSync
-from correction.errors import LedgerError
-from rollout import continuation
-from rollout.trajectory import UnfinishedGroup, VersionSpan
+from evenkeel.actors.carriers import DiscardReason, Ticket
+from evenkeel.actors.checkpoints import reader as checkpoint_reader
+from evenkeel.actors.checkpoints import writer as checkpoint_writer
+from evenkeel.actors.driver.batches import BatchSource
+from evenkeel.actors.groups.book import Entry, GroupBook, GroupState
+from evenkeel.actors.groups.ledger import Ledger
+from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.actors.pool.dispatch import WaitingWork
+from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.actors.pool.rollout_worker import RolloutWorker
+from evenkeel.actors.ranks import collective_calls
+from evenkeel.actors.ranks.collective_calls import CollectiveCaller
+from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.weights.weight_sync import PublishedVersions, WeightSync
+from evenkeel.correction.errors import LedgerError
+from evenkeel.rollout import continuation
+from evenkeel.rollout.trajectory import UnfinishedGroup, VersionSpan
 
 Bug = Callable[[], AbstractContextManager[Any]]
 

@@ -27,10 +27,10 @@ from unittest import mock
 import ray
 import ray.exceptions
 
-import actors.driver.controller
-import actors.pool.preemption
-from actors.cluster.placement import RankPlaces
-from actors.config import RunConfig
+import evenkeel.actors.driver.controller
+import evenkeel.actors.pool.preemption
+from evenkeel.actors.cluster.placement import RankPlaces
+from evenkeel.actors.config import RunConfig
 from tests.simulation.broadcast import Meetings
 from tests.simulation.node import Node
 from tests.simulation.ref import Ref, as_ray_says, compute
@@ -369,9 +369,9 @@ def in_place_of_ray(cluster: SimulatedRay) -> Iterator[None]:
         mock.patch.object(ray, "kill", cluster.kill),
         mock.patch.object(ray, "wait", cluster.wait),
         mock.patch.object(ray, "is_initialized", lambda: cluster.draining is not None),
-        mock.patch.object(actors.pool.preemption, "_draining_nodes", lambda: dict(cluster.draining or {})),
+        mock.patch.object(evenkeel.actors.pool.preemption, "_draining_nodes", lambda: dict(cluster.draining or {})),
         mock.patch.object(ray, "get_runtime_context", lambda: here),
-        mock.patch.object(actors.driver.controller, "reserve", anywhere),
+        mock.patch.object(evenkeel.actors.driver.controller, "reserve", anywhere),
     ):
         yield
 

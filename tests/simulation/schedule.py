@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from actors.config import RunConfig
-from actors.settings.resolve import with_devices
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.settings.resolve import with_devices
 
 _START_S, _STEP_S, _END_S = 10.0, 7.0, 5.0
 """An undisturbed run's: faults begin while that would be under way, or an evaluation after it."""

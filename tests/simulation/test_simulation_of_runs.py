@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from actors.service.correction_service import CorrectionService
-from rollout.trajectory import Prompt
+from evenkeel.actors.service.correction_service import CorrectionService
+from evenkeel.rollout.trajectory import Prompt
 from tests.simulation.engine import SimulatedSampler
 from tests.simulation.planted import BUGS, Bug, title
 from tests.simulation.report import failures, first_shown

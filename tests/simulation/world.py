@@ -20,13 +20,13 @@ from typing import Any
 import ray.exceptions
 import torch
 
-from actors.carriers import StoredGroup
-from actors.checkpoints import checkpoint_reader
-from actors.checkpoints.checkpoint_writer import ATTEMPTS
-from actors.driver.controller import Controller
-from actors.driver.rollback import MOST_ROLLBACKS
-from actors.state.resume import TrainingState
-from correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
+from evenkeel.actors.carriers import StoredGroup
+from evenkeel.actors.checkpoints import reader as checkpoint_reader
+from evenkeel.actors.checkpoints.state import TrainingState
+from evenkeel.actors.checkpoints.writer import ATTEMPTS
+from evenkeel.actors.driver.controller import Controller
+from evenkeel.actors.driver.recovery import MOST_ROLLBACKS
+from evenkeel.correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
 from tests.simulation import faults, parts
 from tests.simulation.books import Books, ViolationError
 from tests.simulation.clock import Clock, NothingLeftError, VirtualLoop, installed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from rollout.sglang_plugin.served_models import FILES
+from evenkeel.rollout.sglang_plugin.served_models import FILES
 
 
 def _classes(file: str) -> list[Any]:

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from actors.checkpoints import checkpoint_writer
-from actors.part_carriers import WaitNotice
-from actors.processes.long_wait import LongWait
-from actors.processes.supervision import HALF_OVER
-from actors.ranks.learner_group import LearnerGroup
-from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.record import run_folder
-from actors.record.run_folder import RunFolder
-from correction.errors import DataError, DeadlineExceeded
-from learner.weights.file_sums import read_manifest_of_files, verify
+from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.checkpoints import writer as checkpoint_writer
+from evenkeel.actors.processes.long_wait import LongWait
+from evenkeel.actors.processes.supervision import HALF_OVER
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
+from evenkeel.actors.record import run_folder
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.errors import DataError, DeadlineExceeded
+from evenkeel.learner.weights.file_sums import read_manifest_of_files, verify
 from tests.actors.cases import FakeActor
 from tests.actors.checkpoints.test_checkpoint_writer import Learner, WrittenState, folder, state, train, writer
 from tests.actors.simulated_time import simulate

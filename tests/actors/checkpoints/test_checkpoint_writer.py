@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from actors.checkpoints.checkpoint_writer import CheckpointWriter
-from actors.config import CheckpointConfig, DeadlinesConfig
-from actors.record.run_folder import RunFolder
-from correction.errors import ActorLost, ActorUnavailable, DataError, LedgerError
+from evenkeel.actors.checkpoints.writer import CheckpointWriter
+from evenkeel.actors.config import CheckpointConfig, DeadlinesConfig
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.errors import ActorLost, ActorUnavailable, DataError, LedgerError
 
 
 class Learner:

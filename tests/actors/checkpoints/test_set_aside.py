@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.checkpoints import checkpoint_writer
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.checkpoints import writer as checkpoint_writer
+from evenkeel.actors.record.run_folder import RunFolder
 from tests.actors.checkpoints.test_checkpoint_writer import Learner, folder, state, writer
 
 __all__ = ["folder"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.cluster import hub
+from evenkeel.actors.cluster import hub
 from tests.actors.cluster.hub_scene import FILES
 from tests.hub_stand_in import Repository, StandInHub, stand_in_hub
 

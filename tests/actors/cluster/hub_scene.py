@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
+from evenkeel.actors.config import RunConfig
+from evenkeel.recipe import load_config
 from tests.e2e.launch import RECIPE
 
 NAME = Path("hf:acme/tiny")

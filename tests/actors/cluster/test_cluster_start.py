@@ -21,13 +21,13 @@ import pytest
 import ray
 from ray._private import services
 
-from actors.cluster import address, cluster
-from actors.cluster.address import NoClusterError, check_ray
-from actors.cluster.cluster import Cluster, gpus_there
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.processes import interrupts
-from correction.errors import ConfigError, EngineError
+from evenkeel.actors.cluster import cluster
+from evenkeel.actors.cluster import cluster as address
+from evenkeel.actors.cluster.cluster import Cluster, NoClusterError, check_ray, gpus_there
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.processes import interrupts
+from evenkeel.correction.errors import ConfigError, EngineError
+from evenkeel.recipe import load_config
 from lab.ports import free_port
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.cluster.cluster import Cluster
-from actors.cluster.head_watch import (
+from evenkeel.actors.cluster.cluster import Cluster
+from evenkeel.actors.cluster.head_watch import (
     _KEEPALIVE_MS,
     _LIMIT,
     _PROBE_MS,
@@ -31,8 +31,8 @@ from actors.cluster.head_watch import (
     ends_with_own_ray,
     ends_with_the_head,
 )
-from actors.config import RayConfig
-from actors.processes.interrupts import NO_CLUSTER
+from evenkeel.actors.config import RayConfig
+from evenkeel.actors.processes.interrupts import NO_CLUSTER
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,8 +50,8 @@ LIMIT_S = 2
 STANDS = f"""
 import socket, time
 from pathlib import Path
-from actors.processes import interrupts
-from actors.cluster.head_watch import ends_with_the_head
+from evenkeel.actors.processes import interrupts
+from evenkeel.actors.cluster.head_watch import ends_with_the_head
 interrupts.is_attempt = IS_ATTEMPT
 def tell(text):
     print(text, flush=True)
@@ -69,7 +69,7 @@ with ends_with_the_head(address, Path("runs/one"), tell, lambda *_: None):
 HANGS = """
 import socket, time
 from pathlib import Path
-from actors.cluster.head_watch import ends_with_the_head
+from evenkeel.actors.cluster.head_watch import ends_with_the_head
 head = socket.create_server(("127.0.0.1", 0), backlog=100)
 with ends_with_the_head("127.0.0.1:%d" % head.getsockname()[1], Path("runs/one"), print, lambda *told: print(*told, flush=True)):
     time.sleep(120)
@@ -78,8 +78,8 @@ OWN_HANGS = f"""
 import socket, subprocess, threading, time
 from contextlib import suppress
 from pathlib import Path
-from actors.processes import interrupts
-from actors.cluster.head_watch import OwnDaemon, ends_with_own_ray
+from evenkeel.actors.processes import interrupts
+from evenkeel.actors.cluster.head_watch import OwnDaemon, ends_with_own_ray
 interrupts.is_attempt = True
 {inspect.getsource(answer_all)}
 service, listens = (socket.create_server(("127.0.0.1", 0), backlog=100) for _ in range(2))
@@ -150,8 +150,8 @@ def test_a_raylet_of_its_own_that_hangs_ends_the_process_once_ray_has_given_it_u
 OWN = """
 import socket, subprocess, sys, time
 from pathlib import Path
-from actors.processes import interrupts
-from actors.cluster.head_watch import OwnDaemon, ends_with_own_ray
+from evenkeel.actors.processes import interrupts
+from evenkeel.actors.cluster.head_watch import OwnDaemon, ends_with_own_ray
 interrupts.is_attempt = True
 service = socket.create_server(("127.0.0.1", 0))
 at = "127.0.0.1:%d" % service.getsockname()[1]
@@ -182,7 +182,7 @@ def test_the_death_of_a_process_of_its_own_ray_ends_the_run_with_one_sentence(wh
 
 def test_a_real_time_signal_has_a_name_in_that_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
-    monkeypatch.setattr("actors.cluster.head_watch._end", lambda text, *_: said.append(text))
+    monkeypatch.setattr("evenkeel.actors.cluster.head_watch._end", lambda text, *_: said.append(text))
     with subprocess.Popen(["sleep", "100"]) as raylet:
         raylet.send_signal(40)
         _wait_for_the_end("raylet", raylet, [], "resume", said.append, threading.Event())
@@ -205,7 +205,7 @@ def is_running(pid: int) -> bool:
 
 def test_own_ray_may_end_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
-    monkeypatch.setattr("actors.processes.interrupts.end_all", lambda why, *_, **__: said.append(why))
+    monkeypatch.setattr("evenkeel.actors.processes.interrupts.end_all", lambda why, *_, **__: said.append(why))
     with socket.create_server(("127.0.0.1", 0)) as service, subprocess.Popen(["sleep", "100"]) as raylet:
         daemon = OwnDaemon(raylet, f"127.0.0.1:{service.getsockname()[1]}")
         with ends_with_own_ray({"gcs_server": daemon, "raylet": daemon}, Path("runs/one"), print, print):

@@ -13,16 +13,15 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from actors.cluster.hub import config_folder, model_folder, obstacle_here, outline_folder, pinned
-from actors.commands.cli import app
-from actors.commands.preparation import prepare
-from actors.commands.recipe import read_recipe
-from actors.commands.resume_point import find_resume_point, recipe_as_kept, with_absolute_paths
-from actors.config import RunConfig
-from actors.hub_name import HubName
-from actors.record.run_folder import RunFolder
-from correction.errors import ConfigError, DataError
-from learner.hf.nano import NanoModelConfig, build_nano_model
+from evenkeel.actors.cluster.hub import config_folder, model_folder, obstacle_here, outline_folder, pinned
+from evenkeel.actors.config import HubName, RunConfig
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.cli import app
+from evenkeel.correction.errors import ConfigError, DataError
+from evenkeel.learner.hf.nano import NanoModelConfig, build_nano_model
+from evenkeel.preparation import prepare
+from evenkeel.recipe import read_recipe
+from evenkeel.resume_point import find_resume_point, recipe_as_kept, with_absolute_paths
 from tests.actors.cluster.hub_scene import FILES, NAME, WANTED, offline, recipe
 from tests.e2e.launch import RECIPE
 from tests.hub_stand_in import Repository, StandInHub
@@ -157,7 +156,7 @@ def test_of_a_download_that_ended_half_way_the_whole_files_stay(server: StandInH
 def test_two_processes_of_a_machine_download_once(server: StandInHub, tmp_path: Path) -> None:
     """As a user has it: the environment names hub and cache, and both start at the same time."""
     cache = {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    program = "import sys; from pathlib import Path; from actors.cluster.hub import model_folder; print(model_folder(Path(sys.argv[1])))"
+    program = "import sys, pathlib; from evenkeel.actors.cluster.hub import model_folder; print(model_folder(pathlib.Path(sys.argv[1])))"
     both = [
         subprocess.Popen([sys.executable, "-c", program, str(NAME)], env=os.environ | cache, stdout=subprocess.PIPE, text=True)
         for _ in range(2)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.cluster.hub import pinned
-from actors.commands.preparation import check_inputs, outline
-from actors.settings.resolve import with_devices
-from correction.errors import EvenkeelError
-from rollout.config import HuggingFaceTask
-from rollout.tasks.rows import RowSource, read_dataset
+from evenkeel.actors.cluster.hub import pinned
+from evenkeel.actors.settings.resolve import with_devices
+from evenkeel.correction.errors import EvenkeelError
+from evenkeel.preparation import check_inputs, outline
+from evenkeel.rollout.config import HuggingFaceTask
+from evenkeel.rollout.tasks.rows import RowSource, read_dataset
 from tests.actors.cluster.hub_scene import offline, recipe
 from tests.actors.known_models import QWEN3_06B
 from tests.hub_stand_in import Repository, StandInHub

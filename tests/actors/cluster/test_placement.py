@@ -15,12 +15,12 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from actors.cluster.placement import RankPlaces, reserve, still_there
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.doctor.gather import nodes_of_cluster
-from actors.settings.devices import check_received
-from correction.errors import DeadlineExceeded
+from evenkeel.actors.cluster.placement import RankPlaces, reserve, still_there
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.settings.devices import check_received
+from evenkeel.correction.errors import DeadlineExceeded
+from evenkeel.doctor.gather import nodes_of_cluster
+from evenkeel.recipe import load_config
 from tests.actors.two_nodes import nodes_of_ray
 
 pytestmark = pytest.mark.slow

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from actors.cluster import placement
-from actors.cluster.placement import RankPlaces, kept_away, reserve, still_there
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from correction.errors import ActorLost, DeadlineExceeded
+from evenkeel.actors.cluster import placement
+from evenkeel.actors.cluster.placement import RankPlaces, kept_away, reserve, still_there
+from evenkeel.actors.config import RunConfig
+from evenkeel.correction.errors import ActorLost, DeadlineExceeded
+from evenkeel.recipe import load_config
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
 NODE_OF_BUNDLE = {0: "node b", 1: "node a", 2: "node b", 3: "node a"}

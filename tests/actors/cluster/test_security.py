@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.cluster import security
+from evenkeel.actors.cluster import cluster as security
 from tests.e2e.launch import environment
 
 

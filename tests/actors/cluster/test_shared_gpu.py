@@ -11,15 +11,15 @@ import pytest
 import ray
 import torch
 
-from actors.cluster.placement import reserve
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.driver.parts import worker_settings
-from actors.pool import workers
-from actors.processes.part_heartbeat import sequential_actor
-from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.settings.resolve import with_devices
-from correction.errors import ConfigError
+from evenkeel.actors.cluster.placement import reserve
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.driver.parts import worker_settings
+from evenkeel.actors.pool import workers
+from evenkeel.actors.processes.part_heartbeat import sequential_actor
+from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
+from evenkeel.actors.settings.resolve import with_devices
+from evenkeel.correction.errors import ConfigError
+from evenkeel.recipe import load_config
 from tests.actors.cases import prompt
 from tests.ray_sessions import leave_ray
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from actors.config import RunConfig
-from actors.driver.batch_source import BatchSource
-from actors.driver.controller import Controller
-from actors.driver.evaluation import Evaluations
-from actors.part_carriers import WaitNotice
-from actors.state.ledger import LedgerMark
+from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.driver.batches import BatchSource
+from evenkeel.actors.driver.controller import Controller
+from evenkeel.actors.driver.evaluation import Evaluations
+from evenkeel.actors.groups.ledger import LedgerMark
 from tests.actors.cases import prompts
 
 

@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.driver.alarms import AlarmResponse
-from actors.driver.controller import Controller
-from actors.state.resume import Replacement
-from correction.config import CorrectionConfig
-from correction.early_warning.monitor import Event, State
+from evenkeel.actors.checkpoints.state import Replacement
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.driver.alarms import AlarmResponse
+from evenkeel.actors.driver.controller import Controller
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.early_warning.monitor import Event, State
+from evenkeel.recipe import load_config
 from tests.actors.cases import FakeActor
 from tests.actors.driver.controller_cases import source
 
@@ -177,8 +177,9 @@ def test_a_resumed_controller_goes_on_with_the_replacement(monkeypatch: pytest.M
     )
     one: Any = Controller(settings, None, None, ToldObserver(), resume_from=saved)    # type: ignore[arg-type]
     one._source = source(one, None)
-    monkeypatch.setattr("actors.driver.batch_source.start_service", lambda *_: SimpleNamespace())
-    monkeypatch.setattr("actors.driver.controller.still_there", mock.AsyncMock(side_effect=InterruptedError("no other part starts here")))
+    monkeypatch.setattr("evenkeel.actors.driver.batches.start_service", lambda *_: SimpleNamespace())
+    nothing_else = mock.AsyncMock(side_effect=InterruptedError("no other part starts here"))
+    monkeypatch.setattr("evenkeel.actors.driver.controller.still_there", nothing_else)
     one._places = None
     with pytest.raises(InterruptedError):
         asyncio.run(one._start_parts())
@@ -190,9 +191,9 @@ def test_the_controller_says_the_notes_of_the_start_at_their_levels(monkeypatch:
     one, _, observer = controller(*SWITCH)
     one._held_out, one._pool, one._places = [mock.Mock()], mock.Mock(), None
     one._source = mock.Mock(parts={}, fill=mock.AsyncMock())
-    monkeypatch.setattr("actors.driver.controller.still_there", mock.AsyncMock())
-    monkeypatch.setattr("actors.driver.controller.start_learner", mock.AsyncMock(return_value=(None, [])))
-    monkeypatch.setattr("actors.driver.controller.make_sync", mock.Mock(side_effect=InterruptedError("that was the notes' time")))
+    monkeypatch.setattr("evenkeel.actors.driver.controller.still_there", mock.AsyncMock())
+    monkeypatch.setattr("evenkeel.actors.driver.controller.start_learner", mock.AsyncMock(return_value=(None, [])))
+    monkeypatch.setattr("evenkeel.actors.driver.controller.make_sync", mock.Mock(side_effect=InterruptedError("that was the notes' time")))
     with pytest.raises(InterruptedError):
         asyncio.run(one._start_parts())
     (plan, warning) = observer.told

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import PreparedBatch, StoredGroup
-from actors.checkpoints.checkpoint_writer import CheckpointWriter
-from actors.config import RunConfig
-from actors.driver.batch_source import BatchSource
-from actors.driver.parts import StartingPoint
-from actors.record.retrying_writer import RetryingWriter
-from actors.state.ledger import Ledger
-from correction.config import CorrectionConfig
-from correction.errors import DataError
-from rollout.trajectory import GroupFacts
+from evenkeel.actors.carriers import PreparedBatch, StoredGroup
+from evenkeel.actors.checkpoints.writer import CheckpointWriter
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.driver.batches import BatchSource
+from evenkeel.actors.driver.parts import StartingPoint
+from evenkeel.actors.groups.ledger import Ledger
+from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.errors import DataError
+from evenkeel.rollout.trajectory import GroupFacts
 from tests.actors.cases import FakeActor, facts, prompts
 from tests.simulation import processes
 from tests.simulation.parts import Notes

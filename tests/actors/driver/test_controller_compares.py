@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from actors.driver.controller import Controller
-from actors.driver.step_under_way import StepUnderWay
-from correction.errors import ActorLost
+from evenkeel.actors.driver.controller import Controller, StepUnderWay
+from evenkeel.correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.driver.controller_cases import controller, source
 from tests.actors.driver.test_controller_rollback import RollbackObserver
@@ -51,7 +50,7 @@ def test_a_service_that_dies_as_it_compares_a_batch_is_replaced_and_the_step_goe
         run = comparing_run(old)
         monkeypatch.setattr(run, "_learn", lambda _: asyncio.sleep(0, result))
         monkeypatch.setattr(run, "_publish", lambda: asyncio.sleep(0, published.append(1)))
-        monkeypatch.setattr("actors.driver.batch_source.start_service", lambda *_: FakeActor(new))
+        monkeypatch.setattr("evenkeel.actors.driver.batches.start_service", lambda *_: FakeActor(new))
         step = StepUnderWay(SimpleNamespace(version=2), run._learn_and_publish)  # type: ignore[arg-type]
         await asyncio.sleep(0.3)
         assert (old.asked, published) == (1, []), "it waits for the new service"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from correction.errors import ActorLost, DeadlineExceeded, EngineError
+from evenkeel.correction.errors import ActorLost, DeadlineExceeded, EngineError
 from tests.actors.driver.controller_cases import Receipts, RecordingObserver, SilentPool, controller
 
 LATE = "weight sync v2 -> workers 3: no receipt in 390 s"

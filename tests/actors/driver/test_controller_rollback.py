@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from actors.config import DeadlinesConfig
-from actors.driver.batch_source import BatchSource
-from actors.driver.controller import Controller
-from actors.driver.lost_parts import Lost
-from actors.driver.parts import StartingPoint
-from actors.driver.rollback import Rollbacks
-from actors.part_carriers import WorkerSettings
-from actors.pool.pool import RolloutPool
-from actors.record.retrying_writer import RetryingWriter
-from actors.state.ledger import Ledger
-from actors.state.queue_snapshot import QueueSnapshot
-from correction.errors import ActorLost, DataError, DeadlineExceeded
+from evenkeel.actors.carriers import WorkerSettings
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.driver.batches import BatchSource
+from evenkeel.actors.driver.controller import Controller
+from evenkeel.actors.driver.lost_parts import Lost
+from evenkeel.actors.driver.parts import StartingPoint
+from evenkeel.actors.driver.recovery import Rollbacks
+from evenkeel.actors.groups.ledger import Ledger
+from evenkeel.actors.groups.snapshot import QueueSnapshot
+from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.correction.errors import ActorLost, DataError, DeadlineExceeded
 from tests.actors.cases import contents
 from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing, source
 
@@ -40,7 +40,7 @@ class RollbackObserver(RecordingObserver):
 def rolled_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     """A run whose newest checkpoint is of that step; nothing of it is in Ray."""
     run = controller(RollbackObserver())
-    monkeypatch.setattr("actors.driver.batch_source.open_ledger", lambda *_: SimpleNamespace(compare=lambda _: None))
+    monkeypatch.setattr("evenkeel.actors.driver.batches.open_ledger", lambda *_: SimpleNamespace(compare=lambda _: None))
     queue = QueueSnapshot(step, 2 * step, 2 * step, 0, (), ())
     state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0, queue=queue, monitor={})
     point = StartingPoint(Path("model"), SimpleNamespace(), state)  # type: ignore[arg-type]
@@ -120,8 +120,8 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
         monkeypatch.setattr(run, "_start_parts", start)
         monkeypatch.setattr(run, "_until_trained", trains)
         monkeypatch.setattr(run, "_evaluate_last", nothing)
-        monkeypatch.setattr("actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
-        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        monkeypatch.setattr("evenkeel.actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
+        monkeypatch.setattr("evenkeel.actors.driver.controller.lost_among", who)
         summary = await run._until_done()
         assert (summary.steps, started, run._generation, pool.members.generation) == (STEPS, 2, 1, 1)
 
@@ -156,7 +156,7 @@ def test_a_run_that_goes_back_knows_whether_all_is_trained(monkeypatch: pytest.M
 
         monkeypatch.setattr(run, "_until_trained", trained)
         monkeypatch.setattr(run, "_evaluate_last", dies)
-        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        monkeypatch.setattr("evenkeel.actors.driver.controller.lost_among", who)
         run._rollbacks.allow = allow  # type: ignore[method-assign]
         if is_over:
             summary = await run._until_done()
@@ -190,7 +190,7 @@ def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out
         run._steps, run._rollbacks.allow = SimpleNamespace(flush=hangs), allow  # type: ignore[assignment, method-assign]
         monkeypatch.setattr(run, "_until_trained", trained)
         monkeypatch.setattr(run, "_evaluate_last", nothing)
-        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        monkeypatch.setattr("evenkeel.actors.driver.controller.lost_among", who)
         with pytest.raises(DeadlineExceeded, match="the run folder's disk"):
             await run._until_done()
         assert not [text for text in run._observer.events if "left out" in text]  # type: ignore[attr-defined]
@@ -221,7 +221,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
         monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
         monkeypatch.setattr(run, "_until_trained", nothing)
         monkeypatch.setattr(run._evaluations, "whole", dies)
-        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        monkeypatch.setattr("evenkeel.actors.driver.controller.lost_among", who)
         with run._shutdown.handled():
             await run._until_done()
 
@@ -257,9 +257,9 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
 
         starts = iter([nothing, start_again])
         monkeypatch.setattr(run, "_start_parts", lambda: next(starts)())
-        monkeypatch.setattr("actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
+        monkeypatch.setattr("evenkeel.actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
         monkeypatch.setattr(run, "_until_trained", trains)
-        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        monkeypatch.setattr("evenkeel.actors.driver.controller.lost_among", who)
         with run._shutdown.handled():
             await run._until_done()
 
@@ -294,8 +294,8 @@ def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends
             setattr(run._pool, end, nothing)
         run._sync, writing = SimpleNamespace(close=nothing), asyncio.create_task(asyncio.sleep(60.0))  # type: ignore[assignment]
         monkeypatch.setattr(run._checkpoints, "_writing", writing)
-        monkeypatch.setattr("actors.driver.controller._END_S", 0.1)
-        monkeypatch.setattr("actors.driver.rollback.newest_readable", lambda *_, **__: is_back.wait(20.0))
+        monkeypatch.setattr("evenkeel.actors.driver.controller._END_S", 0.1)
+        monkeypatch.setattr("evenkeel.actors.driver.recovery.newest_readable", lambda *_, **__: is_back.wait(20.0))
 
         async def dies() -> None:
             raise ActorLost("its process is gone")
@@ -307,7 +307,7 @@ def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends
 
         monkeypatch.setattr(run, "_start", nothing)
         monkeypatch.setattr(run, "_start_parts", dies)
-        monkeypatch.setattr("actors.driver.controller.lost_among", who)
+        monkeypatch.setattr("evenkeel.actors.driver.controller.lost_among", who)
         try:
             await run.run()
         finally:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import StoredGroup
-from actors.driver.batch_source import _LAST_TOKENS_S
-from actors.driver.controller import Controller
-from actors.state.ledger import imbalance_of
+from evenkeel.actors.carriers import StoredGroup
+from evenkeel.actors.driver.batches import _LAST_TOKENS_S
+from evenkeel.actors.driver.controller import Controller
+from evenkeel.actors.groups.ledger import imbalance_of
 from tests.actors.cases import FakeActor, group, prompts, stored
 from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing, source
 from tests.actors.simulated_time import simulate

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import Ticket
-from actors.driver.empty_steps import EmptySteps
-from correction.errors import DataError
-from rollout.trajectory import FinishReason
+from evenkeel.actors.carriers import Ticket
+from evenkeel.actors.driver.controller import EmptySteps
+from evenkeel.correction.errors import DataError
+from evenkeel.rollout.trajectory import FinishReason
 from tests.actors.cases import group, prompt
 
 

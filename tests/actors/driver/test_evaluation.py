@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import pytest
 from pydantic import ValidationError
 
-from actors.config import EvaluationConfig
-from actors.driver.evaluation import evaluate
-from actors.metrics.held_out import Evaluation
-from actors.metrics.step_metrics import StepMetrics
-from rollout.config import AnswerSampling
-from rollout.trajectory import Prompt, Trajectory
+from evenkeel.actors.config import EvaluationConfig
+from evenkeel.actors.driver.evaluation import evaluate
+from evenkeel.actors.metrics.held_out import Evaluation
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import Prompt, Trajectory
 from tests.actors.cases import prompts, trajectory
 from tests.actors.metrics.test_statistics import wilson
 

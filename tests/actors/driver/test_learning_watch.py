@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import StoredGroup
-from actors.driver.evaluation import evaluate
-from actors.driver.learning_watch import LearningWatch, refuse_unscored
-from actors.groups.book import GroupBook
-from correction.errors import DataError
-from rollout.config import AnswerSampling
-from rollout.trajectory import FailureKind, Group
+from evenkeel.actors.carriers import StoredGroup
+from evenkeel.actors.driver.evaluation import evaluate
+from evenkeel.actors.driver.no_learning import LearningWatch, refuse_unscored
+from evenkeel.actors.groups.book import GroupBook
+from evenkeel.correction.errors import DataError
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import FailureKind, Group
 from tests.actors.cases import at_hand, prompt, prompts, stored, trajectory
 from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing
 from tests.actors.driver.test_no_learning import config

@@ -13,8 +13,8 @@ from ray.exceptions import (
     RayActorError,
 )
 
-from actors.driver.lost_parts import Lost, lost_among, raise_when_lost
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError
+from evenkeel.actors.driver.lost_parts import Lost, lost_among, raise_when_lost
+from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError
 
 
 class Part:
@@ -46,8 +46,8 @@ UNREACHABLE = ActorUnavailableError("for now", None)
 
 @pytest.fixture(autouse=True)
 def without_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.driver.lost_parts._ANSWER_S", 1.5)
-    monkeypatch.setattr("actors.driver.lost_parts._LOOK_S", 0.01)
+    monkeypatch.setattr("evenkeel.actors.driver.lost_parts._ANSWER_S", 1.5)
+    monkeypatch.setattr("evenkeel.actors.driver.lost_parts._LOOK_S", 0.01)
 
 
 @pytest.mark.parametrize(

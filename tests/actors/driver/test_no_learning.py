@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.driver.no_learning import CAUSES, NoLearning, Sample
-from rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, VersionSpan
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.driver.no_learning import CAUSES, NoLearning, Sample
+from evenkeel.recipe import load_config
+from evenkeel.rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, VersionSpan
 
 NANO = Path(__file__).parents[3] / "recipes" / "nano_spell_backward.yaml"
 G = 8

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import StoredGroup
-from actors.driver.batch_ahead import BatchAhead
-from actors.driver.lost_parts import Lost, lost_among
-from actors.driver.parts import StartingPoint, start_learner
-from actors.driver.rollback import MOST_ROLLBACKS, Rollbacks, end_parts
-from actors.groups.book import GroupBook
-from actors.pool.rollout_worker import RolloutWorker
-from actors.queue.payloads import LATE
-from actors.ranks.learner_group import LearnerGroup
-from actors.ranks.learner_rank_actor import LearnerRankActor
-from correction.errors import ActorLost, DataError, EngineError, LateError
-from learner.config import LearnerConfig
-from learner.kept_weights import KeptWeights
-from rollout.trajectory import Group
+from evenkeel.actors.carriers import StoredGroup
+from evenkeel.actors.driver.batch_ahead import BatchAhead
+from evenkeel.actors.driver.lost_parts import Lost, lost_among
+from evenkeel.actors.driver.parts import StartingPoint, start_learner
+from evenkeel.actors.driver.recovery import MOST_ROLLBACKS, Rollbacks, end_parts
+from evenkeel.actors.groups.book import GroupBook
+from evenkeel.actors.groups.tokens import LATE
+from evenkeel.actors.pool.rollout_worker import RolloutWorker
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
+from evenkeel.correction.errors import ActorLost, DataError, EngineError, LateError
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.kept_weights import KeptWeights
+from evenkeel.rollout.trajectory import Group
 from tests.actors.cases import OpenBook, at_hand, group, prompts
 from tests.actors.driver.test_lost_parts import ALIVE, GONE, UNREACHABLE, Part
 from tests.actors.simulated_time import simulate
@@ -46,8 +46,8 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
 ) -> None:
     """Whatever else there is, ends; and of a learner all ranks or none."""
     killed: list[Any] = []
-    monkeypatch.setattr("actors.processes.supervision.ray.kill", killed.append)
-    monkeypatch.setattr("actors.driver.rollback._IDLE_S", 0.3)
+    monkeypatch.setattr("evenkeel.actors.processes.supervision.ray.kill", killed.append)
+    monkeypatch.setattr("evenkeel.actors.driver.recovery._IDLE_S", 0.3)
     learner = LearnerGroup(ranks, version=3, step_s=1.0)
     service = Part(ALIVE)
     parts = {"service": service, **learner.ranks}
@@ -59,8 +59,8 @@ def test_a_learner_stays_if_all_of_it_lives_and_rests(
 @pytest.mark.parametrize(("start_took_s", "stays"), [(0.1, False), (5.0, True)])
 def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pytest.MonkeyPatch, start_took_s: float, stays: bool) -> None:
     """A step of minutes is cheaper than to load the model once more; and a start of seconds is cheaper than the step."""
-    monkeypatch.setattr("actors.processes.supervision.ray.kill", lambda _: None)
-    monkeypatch.setattr("actors.driver.rollback._IDLE_S", 0.1)
+    monkeypatch.setattr("evenkeel.actors.processes.supervision.ray.kill", lambda _: None)
+    monkeypatch.setattr("evenkeel.actors.driver.recovery._IDLE_S", 0.1)
     learner = LearnerGroup([Part("busy")], version=3, step_s=1.0)
     learner.start_took_s = start_took_s
     kept, _ = asyncio.run(end_parts(dict(learner.ranks), learner, Lost(("service",))))
@@ -69,7 +69,7 @@ def test_a_busy_learner_is_waited_for_as_long_as_its_start_took(monkeypatch: pyt
 
 def test_the_wait_for_a_busy_learner_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as its start took: minutes, with a large model."""
-    monkeypatch.setattr("actors.processes.supervision.ray.kill", lambda _: None)
+    monkeypatch.setattr("evenkeel.actors.processes.supervision.ray.kill", lambda _: None)
     told: list[str] = []
 
     async def scenario() -> None:
@@ -86,7 +86,7 @@ def test_the_wait_for_a_busy_learner_is_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_learner_of_a_start_that_failed_is_not_taken_for_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has the one before in its hand, whose ranks have been ended."""
     killed: list[Any] = []
-    monkeypatch.setattr("actors.processes.supervision.ray.kill", killed.append)
+    monkeypatch.setattr("evenkeel.actors.processes.supervision.ray.kill", killed.append)
     before, new = LearnerGroup([Part(ALIVE)], version=0, step_s=1.0), Part(ALIVE)
     assert asyncio.run(end_parts({"service": Part(ALIVE), "learner rank 0": new}, before, Lost(("service",)))) == (None, {})
     assert new in killed
@@ -107,7 +107,7 @@ def test_a_learner_that_stays_reads_the_checkpoint_and_ends_without_one(monkeypa
         return "new ranks", ["rank 0"]
 
     monkeypatch.setattr(LearnerGroup, "start", started)
-    monkeypatch.setattr("actors.driver.parts.fetch_where_ranks_are", started)
+    monkeypatch.setattr("evenkeel.actors.driver.parts.fetch_where_ranks_are", started)
     config: Any = SimpleNamespace(
         deadlines=SimpleNamespace(checkpoint_s=1.0, start_s=1.0, step_s=1.0), needs_reference=False, metrics=SimpleNamespace(bind="")
     )
@@ -186,7 +186,7 @@ def test_deaths_that_are_hours_apart_end_no_run_unless_they_come_at_the_same_ste
     monkeypatch: pytest.MonkeyPatch, steps: list[int], ends: bool
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("actors.driver.rollback.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("evenkeel.actors.driver.recovery.time", SimpleNamespace(monotonic=lambda: now[0]))
     rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
     for step in steps[:3]:
         rollbacks.allow(Lost(("rank",)), EngineError("killed"), saved=3, step=step)
@@ -204,7 +204,7 @@ def test_a_service_that_dies_every_few_steps_is_replaced_after_pauses(monkeypatc
     """At other steps, and after new checkpoints, too: that never ends the run, and takes no more than its share of it. An hour later the
     first of them no longer count."""
     now, told = [0.0], list[str]()
-    monkeypatch.setattr("actors.driver.rollback.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("evenkeel.actors.driver.recovery.time", SimpleNamespace(monotonic=lambda: now[0]))
     rollbacks = Rollbacks(None, None)  # type: ignore[arg-type]
 
     async def dies(step: int) -> float:

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from actors.checkpoints import checkpoint_reader
-from actors.checkpoints.checkpoint_reader import newest_readable
-from actors.config import DeadlinesConfig
-from actors.driver import rollback
-from actors.driver.rollback import Rollbacks
-from actors.record.disk_waits import by_disk
-from actors.record.retrying_writer import RetryingWriter
-from actors.record.run_folder import Checkpoint, RunFolder
-from correction.errors import DataError, DeadlineExceeded
+from evenkeel.actors.checkpoints import reader as checkpoint_reader
+from evenkeel.actors.checkpoints.reader import newest_readable
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.driver import recovery as rollback
+from evenkeel.actors.driver.recovery import Rollbacks
+from evenkeel.actors.record.disk_waits import by_disk
+from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
+from evenkeel.correction.errors import DataError, DeadlineExceeded
 
 
 async def waited_for(work: Any, *_: Any, **__: Any) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import Observation
-from actors.driver.step_reporter import StepReporter
-from correction.early_warning.monitor import Event, State
+from evenkeel.actors.carriers import Observation
+from evenkeel.actors.driver.controller import StepReporter
+from evenkeel.correction.early_warning.monitor import Event, State
 from tests.actors.cases import FakeActor
 
 EVENT = Event(step=3, name="k3_kl", state=State.ALARM, value=1.0, growth=2.0, message="m")

@@ -16,9 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket
-from actors.groups.book import GroupBook
-from correction.errors import LedgerError
+from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket
+from evenkeel.actors.groups.book import GroupBook
+from evenkeel.correction.errors import LedgerError
 from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import DiscardReason
-from actors.groups.book import GroupBook
-from actors.pool.dispatch import WaitingWork
+from evenkeel.actors.carriers import DiscardReason
+from evenkeel.actors.groups.book import GroupBook
+from evenkeel.actors.pool.dispatch import WaitingWork
 from tests.actors.cases import prompts
 from tests.actors.groups.test_book import book_with, put
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from actors.groups.book import GroupBook
-from actors.groups.delays import ADMISSION, CALL, HANDOVER, GroupDelays
-from actors.metrics.step_metrics import lookup
+from evenkeel.actors.groups.book import GroupBook
+from evenkeel.actors.groups.delays import ADMISSION, CALL, HANDOVER, GroupDelays
+from evenkeel.actors.metrics.step_metrics import lookup
 from tests.actors.cases import at_hand, facts, group, prompts
 
 

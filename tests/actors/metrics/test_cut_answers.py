@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.metrics.cut_answers import cut_remark
-from rollout.trajectory import FinishReason, Trajectory, ids_of, logprobs_of
+from evenkeel.actors.metrics.cut_answers import cut_remark
+from evenkeel.rollout.trajectory import FinishReason, Trajectory, ids_of, logprobs_of
 
 
 @pytest.mark.parametrize(("cut", "ended", "is_said"), [(8, 0, True), (18, 2, True), (17, 3, False), (7, 0, False), (0, 9, False)])

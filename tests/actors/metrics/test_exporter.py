@@ -20,11 +20,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.metrics.catalogue import CATALOGUE
-from actors.metrics.exporter import DiscoveryServer, MetricsEndpoint
-from actors.metrics.kinds import Kind
-from actors.metrics.step_metrics import MetricError
-from correction.errors import ConfigError
+from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.metrics.exporter import DiscoveryServer, MetricsEndpoint
+from evenkeel.actors.metrics.kinds import Kind
+from evenkeel.actors.metrics.step_metrics import MetricError
+from evenkeel.correction.errors import ConfigError
 from lab.ports import free_port
 
 ROOT = Path(__file__).parents[3]

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from actors.config import MetricsConfig
-from actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES
-from actors.metrics.kinds import Kind
-from actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
-from actors.record.metric_views import TensorBoardView, WandbView, open_views, views_from_an_earlier_step
-from actors.record.run_folder import RunFolder
-from actors.record.step_sources import _placed, diagnostic_metrics
-from actors.record.terminal import _STEP_LINE, step_line
-from actors.reports.plots import _CURVES, StepColumns
-from actors.reports.report import _SUMMARY, summary_rows
-from correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
-from correction.diagnostics.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family
-from correction.errors import ConfigError
-from correction.settings.parts import CriterionConfig
+from evenkeel.actors.config import MetricsConfig
+from evenkeel.actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES
+from evenkeel.actors.metrics.kinds import Kind
+from evenkeel.actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
+from evenkeel.actors.record.metric_views import TensorBoardView, WandbView, open_views, views_from_an_earlier_step
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.step_sources import _placed, diagnostic_metrics
+from evenkeel.actors.record.terminal import _STEP_LINE, step_line
+from evenkeel.correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
+from evenkeel.correction.diagnostics.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family
+from evenkeel.correction.errors import ConfigError
+from evenkeel.correction.settings.parts import CriterionConfig
+from evenkeel.report.plots import _CURVES, StepColumns
+from evenkeel.report.report import _SUMMARY, summary_rows
 from tests.correction.fixtures import random_batch
 
 ROOT = Path(__file__).parents[3]
@@ -217,7 +217,7 @@ def test_names_say_what_they_are() -> None:
 
 
 def test_the_page_of_metrics_is_current() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text() == markdown(), "run: python -m actors.metrics > docs/metrics.md"
+    assert (ROOT / "docs" / "metrics.md").read_text() == markdown(), "run: python -m evenkeel.actors.metrics > docs/metrics.md"
 
 
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from actors.metrics.held_out import Proportion, pass_at, share_over_questions, wilson_interval
+from evenkeel.actors.metrics.held_out import Proportion, pass_at, share_over_questions, wilson_interval
 
 
 def wilson(right: int, n: int) -> Proportion:

@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.queue.payloads import checksums_of
-from rollout.trajectory import SyncReceipt
+from evenkeel.actors.groups.tokens import checksums_of
+from evenkeel.rollout.trajectory import SyncReceipt
 
 FAR_READERS = 2
 """On the node of engines; there is one next to the learner."""

@@ -9,10 +9,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-import actors.pool.workers
-from actors.part_carriers import WorkerSettings
-from actors.pool.workers import create
-from actors.processes.supervision import kill
+import evenkeel.actors.pool.workers
+from evenkeel.actors.carriers import WorkerSettings
+from evenkeel.actors.pool.workers import create
+from evenkeel.actors.processes.supervision import kill
 from tests.actors.pool.pool_cases import worker_settings
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def test_an_avoided_node_gets_what_has_no_room_elsewhere(
 ) -> None:
     """Each of the two in turn: by chance, or by its order, only one of them would be left alone."""
     avoided, other = nodes_of_engines[which], nodes_of_engines[1 - which]
-    monkeypatch.setattr(actors.pool.workers, "RolloutWorker", Worker)
+    monkeypatch.setattr(evenkeel.actors.pool.workers, "RolloutWorker", Worker)
     settings = replace(worker_settings(1), resource="engines")
     workers = []
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 import torch
 
-from correction.engines.weight_bucket import WeightBucket
+from evenkeel.engines.weights import WeightBucket
 from tests.actors.on_two_nodes.reader import FAR_READERS, Nodes
 from tests.actors.two_nodes import stored_bytes
 

@@ -23,21 +23,21 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.carriers import ExportPlan
-from actors.cluster.placement import RankPlaces
-from actors.config import WeightSyncConfig
-from actors.driver.lost_parts import Lost, lost_answer
-from actors.driver.parts import StartingPoint, start_learner
-from actors.driver.rollback import end_parts
-from actors.queue.payloads import checksums_of
-from actors.ranks.learner_group import LearnerGroup
-from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
-from correction.correct import correct, defer
-from correction.errors import StepAborted
+from evenkeel.actors.carriers import ExportPlan
+from evenkeel.actors.cluster.placement import RankPlaces
+from evenkeel.actors.config import WeightSyncConfig
+from evenkeel.actors.driver.lost_parts import Lost, lost_answer
+from evenkeel.actors.driver.parts import StartingPoint, start_learner
+from evenkeel.actors.driver.recovery import end_parts
+from evenkeel.actors.groups.tokens import checksums_of
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
+from evenkeel.correction.correct import correct, defer
+from evenkeel.correction.errors import StepAborted
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.trajectory import SyncReceipt
 from lab.background_loop import BackgroundLoop
-from learner.config import LearnerConfig
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.on_two_nodes.batch_maker import BatchMaker
 from tests.learner.learner_cases import TIS, random_batch, save_model, with_noisy_behavior
@@ -137,7 +137,7 @@ class Joins:
 
 def count_hashes(rank: Any) -> None:
     """For a rank: count the pieces of weights whose checksums it computes from now on."""
-    from learner.weights import export
+    from evenkeel.learner.weights import export
 
     rank.hashed, compute = 0, getattr(export.weight_checksums, "__wrapped__", export.weight_checksums)
 

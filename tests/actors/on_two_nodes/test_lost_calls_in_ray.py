@@ -18,7 +18,7 @@ import ray
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-from actors.ranks.learner_group import LearnerGroup
+from evenkeel.actors.ranks.learner_group import LearnerGroup
 from tests.actors.on_two_nodes.test_learner_ranks_in_ray import learner, two_steps, two_steps_and_back
 
 pytestmark = pytest.mark.slow

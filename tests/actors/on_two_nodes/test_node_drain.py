@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.pool.preemption import watch_nodes
+from evenkeel.actors.pool.preemption import watch_nodes
 
 LEFT_S = 300
 

@@ -19,10 +19,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.driver.lost_parts import Lost, lost_among, raise_when_lost
-from actors.ranks.learner_group import LearnerGroup
-from correction.correct import defer
-from correction.errors import ActorLost
+from evenkeel.actors.driver.lost_parts import Lost, lost_among, raise_when_lost
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.correction.correct import defer
+from evenkeel.correction.errors import ActorLost
 from tests.actors.on_two_nodes.test_learner_ranks_in_ray import learner
 from tests.learner.learner_cases import TIS, random_batch
 

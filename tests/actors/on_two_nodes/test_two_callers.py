@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from actors.ranks.learner_group import LearnerGroup
-from correction.errors import EngineError
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.correction.errors import EngineError
 from tests.actors.on_two_nodes.test_learner_ranks_in_ray import PLAN, learner, two_steps, two_steps_and_back
 from tests.failures.measured import REAL, Measured
 

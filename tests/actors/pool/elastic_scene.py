@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-import actors.pool.workers
-from actors.carriers import BegunTicket, Ticket
-from actors.config import DeadlinesConfig
-from actors.part_carriers import ActorInfo, WorkerSettings
-from actors.pool.pool import RolloutPool
-from actors.pool.scaling import ScalingDecision
-from actors.processes.stopwatch import Stopwatch
-from correction.errors import EngineError
-from rollout.config import AnswerSampling, RolloutConfig
-from rollout.continuation import unsampled
-from rollout.trajectory import Group, GroupFacts, UnfinishedGroup, VersionSpan, WorkerLoad, ids_of, logprobs_of
+import evenkeel.actors.pool.workers
+from evenkeel.actors.carriers import ActorInfo, BegunTicket, Ticket, WorkerSettings
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.actors.pool.scaling import ScalingDecision
+from evenkeel.actors.processes.stopwatch import Stopwatch
+from evenkeel.correction.errors import EngineError
+from evenkeel.rollout.config import AnswerSampling, RolloutConfig
+from evenkeel.rollout.continuation import unsampled
+from evenkeel.rollout.trajectory import Group, GroupFacts, UnfinishedGroup, VersionSpan, WorkerLoad, ids_of, logprobs_of
 from tests.actors.cases import FakeActor, OpenBook, group, prompt
 
 TOKENS = 100
@@ -138,9 +137,9 @@ class ElasticScene:
             exceptions=ray.exceptions,
             kill=lambda actor: self.killed.append(actor.instance.name),
         )
-        monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
+        monkeypatch.setattr(evenkeel.actors.pool.workers, "ray", fake_ray)
         monkeypatch.setattr("ray.kill", fake_ray.kill)
-        monkeypatch.setattr(actors.pool.workers, "_asked", partial(self._note_asked, actors.pool.workers._asked))
+        monkeypatch.setattr(evenkeel.actors.pool.workers, "_asked", partial(self._note_asked, evenkeel.actors.pool.workers._asked))
         common = {"task": {"kind": "reasoning_gym", "dataset": "chain_sum"}, "reward": {"kind": "exact_match"}}
         engine = {"engine": {"device": "cpu", "max_running_requests": 8}, "sampling": {"samples_per_group": 2}}
         config = RolloutConfig.model_validate(common | engine | rollout)

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-import actors.pool.workers
-from actors.carriers import GroupFailure, Ticket
-from actors.config import DeadlinesConfig
-from actors.part_carriers import ActorInfo
-from actors.pool.pool import RolloutPool
-from actors.state.ledger import imbalance_of
-from actors.state.queue_snapshot import QueueSnapshot
-from rollout.config import AnswerSampling
-from rollout.trajectory import Group, GroupFacts, WorkerLoad
+import evenkeel.actors.pool.workers
+from evenkeel.actors.carriers import ActorInfo, GroupFailure, Ticket
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.groups.ledger import imbalance_of
+from evenkeel.actors.groups.snapshot import QueueSnapshot
+from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import Group, GroupFacts, WorkerLoad
 from tests.actors.cases import FakeActor, OpenBook, group, prompt
 from tests.actors.pool.pool_cases import worker_settings
 from tests.actors.simulated_time import simulate
@@ -141,7 +140,7 @@ class World:
             kill=lambda actor: actor.instance.dead.set(),
             exceptions=ray.exceptions,
         )
-        monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
+        monkeypatch.setattr(evenkeel.actors.pool.workers, "ray", fake_ray)
         monkeypatch.setattr("ray.kill", fake_ray.kill)
         settings = worker_settings(workers)
         observer = SimpleNamespace(

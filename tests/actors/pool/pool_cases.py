@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.part_carriers import WorkerSettings
-from rollout.config import RolloutConfig
+from evenkeel.actors.carriers import WorkerSettings
+from evenkeel.rollout.config import RolloutConfig
 from tests.actors.cases import prompt
 
 

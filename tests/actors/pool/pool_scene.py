@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-import actors.pool.workers
-from actors.carriers import Ticket
-from actors.config import DeadlinesConfig
-from actors.part_carriers import ActorInfo
-from actors.pool.pool import RolloutPool
-from rollout.config import AnswerSampling
-from rollout.trajectory import Group, GroupFacts, WorkerLoad
+import evenkeel.actors.pool.workers
+from evenkeel.actors.carriers import ActorInfo, Ticket
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import Group, GroupFacts, WorkerLoad
 from tests.actors.cases import FakeActor, OpenBook, group, prompt
 from tests.actors.pool.pool_cases import worker_settings
 
@@ -119,7 +118,7 @@ class PoolScene:
             wait=lambda *_, **__: None,
             exceptions=ray.exceptions,
         )
-        monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
+        monkeypatch.setattr(evenkeel.actors.pool.workers, "ray", fake_ray)
         monkeypatch.setattr("ray.kill", fake_ray.kill)
         settings = worker_settings(workers)
         deadlines = DeadlinesConfig(start_s=worker_s / 2, sync_s=worker_s / 6, notice_s=0.2, no_workers_s=worker_s)

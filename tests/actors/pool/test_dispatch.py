@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-import actors.pool.workers
-from actors.carriers import Ticket
-from actors.config import DeadlinesConfig
-from actors.part_carriers import ActorInfo, WorkerSettings
-from actors.pool.dispatch import Questions, WaitingWork
-from actors.pool.pool import RolloutPool
-from actors.processes.stopwatch import Stopwatch
-from rollout.config import AnswerSampling, RolloutConfig
-from rollout.trajectory import Group, GroupFacts
+import evenkeel.actors.pool.workers
+from evenkeel.actors.carriers import ActorInfo, Ticket, WorkerSettings
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.pool.dispatch import Questions, WaitingWork
+from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.actors.processes.stopwatch import Stopwatch
+from evenkeel.rollout.config import AnswerSampling, RolloutConfig
+from evenkeel.rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, OpenBook, group, prompt
 from tests.actors.simulated_time import simulate
 
@@ -82,7 +81,7 @@ class Run:
         fake_ray = SimpleNamespace(
             remote=lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make)), exceptions=ray.exceptions
         )
-        monkeypatch.setattr(actors.pool.workers, "ray", fake_ray)
+        monkeypatch.setattr(evenkeel.actors.pool.workers, "ray", fake_ray)
         config = RolloutConfig.model_validate(
             {
                 "workers": len(group_s),

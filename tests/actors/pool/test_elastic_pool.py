@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import ScalingCause, Ticket
-from actors.pool.draining import first_to_leave
-from actors.pool.preemption import watch_nodes
-from actors.processes.long_wait import LongWait
-from actors.processes.stopwatch import Stopwatch
-from actors.processes.supervision import HALF_OVER
-from rollout.config import AnswerSampling
-from rollout.trajectory import FinishReason, Trajectory, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
+from evenkeel.actors.carriers import ScalingCause, Ticket
+from evenkeel.actors.pool.draining import first_to_leave
+from evenkeel.actors.pool.preemption import watch_nodes
+from evenkeel.actors.processes.long_wait import LongWait
+from evenkeel.actors.processes.stopwatch import Stopwatch
+from evenkeel.actors.processes.supervision import HALF_OVER
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import FinishReason, Trajectory, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import prompt
 from tests.actors.pool.elastic_scene import ElasticScene
 from tests.actors.simulated_time import simulate
@@ -233,8 +233,8 @@ async def while_ray_drains(monkeypatch: pytest.MonkeyPatch, answers: list[Any], 
             raise asked[-1]
         return asked[-1]
 
-    monkeypatch.setattr("actors.pool.preemption._draining_nodes", draining)
-    monkeypatch.setattr("actors.pool.preemption._POLL_S", 0.01)
+    monkeypatch.setattr("evenkeel.actors.pool.preemption._draining_nodes", draining)
+    monkeypatch.setattr("evenkeel.actors.pool.preemption._POLL_S", 0.01)
     watching = asyncio.create_task(watch)
     while len(asked) < len(answers) + 2:
         await asyncio.sleep(0.01)
@@ -259,7 +259,7 @@ def test_a_pool_keeps_of_drained_nodes_those_that_are_not_gone_yet(monkeypatch: 
 
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, workers=2)
-        monkeypatch.setattr("actors.pool.membership.ray.is_initialized", lambda: True)
+        monkeypatch.setattr("evenkeel.actors.pool.membership.ray.is_initialized", lambda: True)
         kept: list[set[str]] = []
 
         async def look() -> None:
@@ -366,7 +366,7 @@ def test_a_fixed_pool_does_not_follow_anything(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_handed_back_carries_versions_and_logprobs() -> None:
     """The ticket of the next worker has all of it; the book's own ticket stays as it was."""
-    from actors.pool.dispatch import continuing
+    from evenkeel.actors.pool.dispatch import continuing
 
     ticket = Ticket(5, prompt(5), 2)
     logprobs = logprobs_of([-0.5, -0.25])

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from actors.pool.faults import FEWEST_FAILED
-from actors.pool.scoring import PATIENCE_S
-from correction.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
-from rollout.rewards.rewards import RewardError
+from evenkeel.actors.pool.faults import FEWEST_FAILED
+from evenkeel.actors.pool.scoring import PATIENCE_S
+from evenkeel.correction.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
+from evenkeel.rollout.rewards.rewards import RewardError
 from tests.actors.pool.mortal_workers import START_S, Mortal, World, play
 from tests.actors.pool.pool_scene import raised
 from tests.actors.pool.test_scoring import Judge, draw_all

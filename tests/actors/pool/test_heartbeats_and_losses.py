@@ -8,14 +8,14 @@ import itertools
 import pytest
 import ray.exceptions
 
-from actors.carriers import Ticket
-from actors.pool.faults import WorkerLosses
-from actors.pool.workers import LostGroups, WorkerHandle
-from actors.processes.long_wait import LongWait
-from actors.processes.supervision import HALF_OVER
-from actors.weights.weight_sync import SyncTarget
-from correction.errors import EngineError
-from rollout.config import AnswerSampling
+from evenkeel.actors.carriers import Ticket
+from evenkeel.actors.pool.faults import WorkerLosses
+from evenkeel.actors.pool.workers import LostGroups, WorkerHandle
+from evenkeel.actors.processes.long_wait import LongWait
+from evenkeel.actors.processes.supervision import HALF_OVER
+from evenkeel.actors.weights.weight_sync import SyncTarget
+from evenkeel.correction.errors import EngineError
+from evenkeel.rollout.config import AnswerSampling
 from tests.actors.cases import CountingName, group, prompt
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
 from tests.actors.processes.test_supervision import errors_of_ray
@@ -74,7 +74,7 @@ def test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longe
             await asyncio.sleep(1.0)
 
         world.sample = dies  # type: ignore[assignment]
-        monkeypatch.setattr("actors.pool.faults.MAX_ENGINE_LOSSES", 100)  # otherwise the group is found guilty first
+        monkeypatch.setattr("evenkeel.actors.pool.faults.MAX_ENGINE_LOSSES", 100)  # otherwise the group is found guilty first
         await world.begin()
         with pytest.raises(EngineError, match=r"^11 rollout workers were lost one after the other, all within 60 minutes, and not one"):
             await world.all_done(1)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.carriers import DiscardReason, Ticket
-from actors.pool.dispatch import WaitingWork
-from actors.settings.deadlines import group_s
-from correction.errors import EngineError
-from rollout.config import AnswerSampling
+from evenkeel.actors.carriers import DiscardReason, Ticket
+from evenkeel.actors.pool.dispatch import WaitingWork
+from evenkeel.actors.settings.deadlines import group_s
+from evenkeel.correction.errors import EngineError
+from evenkeel.rollout.config import AnswerSampling
 from tests.actors.cases import prompt
 from tests.actors.pool.mortal_workers import GROUP_S, Mortal, World, play
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import actors.pool.workers
-import actors.processes.call_throttle
-from correction.errors import DeadlineExceeded, EngineDirty, EngineError
-from rollout.config import AnswerSampling
-from rollout.trajectory import WorkerLoad
+import evenkeel.actors.pool.workers
+import evenkeel.actors.processes.call_throttle
+from evenkeel.correction.errors import DeadlineExceeded, EngineDirty, EngineError
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import WorkerLoad
 from tests.actors.cases import CallResult, OpenBook, prompt, prompts
 from tests.actors.pool.pool_scene import DEAD, PoolScene, hang, play, raised
 from tests.actors.processes.iteration_counter import IterationCounter
@@ -96,7 +96,7 @@ def test_a_wait_for_the_published_weights_says_so_and_ends(monkeypatch: pytest.M
 
 def test_loads_are_asked_for_at_once_and_a_worker_that_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(actors.pool.workers, "_LOAD_S", 0.3)
+        monkeypatch.setattr(evenkeel.actors.pool.workers, "_LOAD_S", 0.3)
         together = asyncio.Barrier(3)
         scene = PoolScene(monkeypatch, workers=4, faults={"2": hang} | dict.fromkeys("013", together.wait))
         scene.pool.start()
@@ -112,7 +112,7 @@ def test_after_a_step_the_loads_come_with_the_receipts_of_its_version(monkeypatc
     published what the receipts said is old: all are asked."""
 
     async def scenario() -> None:
-        monkeypatch.setattr(actors.pool.workers, "_RECEIPT_S", 0.5)
+        monkeypatch.setattr(evenkeel.actors.pool.workers, "_RECEIPT_S", 0.5)
         asked: list[str] = []
 
         def asks(name: str) -> Callable[[], Awaitable[None]]:
@@ -143,7 +143,7 @@ def test_after_a_step_the_loads_come_with_the_receipts_of_its_version(monkeypatc
 def test_calls_that_begin_together_are_made_a_few_in_each_iteration_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step hands out all of its groups together, and asks all workers for their loads."""
 
-    monkeypatch.setattr(actors.processes.call_throttle, "CALLS_PER_ITERATION", 2)
+    monkeypatch.setattr(evenkeel.actors.processes.call_throttle, "CALLS_PER_ITERATION", 2)
 
     async def scenario() -> None:
         made: list[int] = []

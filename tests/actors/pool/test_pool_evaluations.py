@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import ray.exceptions
 
-from actors.pool.dispatch import Questions
-from correction.errors import EngineError
-from rollout.config import AnswerSampling
+from evenkeel.actors.pool.dispatch import Questions
+from evenkeel.correction.errors import EngineError
+from evenkeel.rollout.config import AnswerSampling
 from tests.actors.cases import prompt
 from tests.actors.pool.pool_scene import PoolScene, play, raised
 

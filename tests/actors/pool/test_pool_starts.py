@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import ray.exceptions
 
-from actors.pool.faults import WorkerLosses
-from correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineError, EvenkeelError
+from evenkeel.actors.pool.faults import WorkerLosses
+from evenkeel.correction.errors import ActorLost, ConfigError, DeadlineExceeded, EngineError, EvenkeelError
 from tests.actors.pool.pool_scene import DEAD, PoolScene, Sync, Worker, play, raised
 
 

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.carriers import GroupFailure, Ticket, WeightChecksums
-from actors.config import RunConfig
-from actors.driver.parts import worker_settings
-from actors.part_carriers import WorkerSettings
-from actors.pool.rollout_worker import RolloutWorker
-from correction.engines.checksum import digest_of
-from correction.errors import (
+from evenkeel.actors.carriers import GroupFailure, Ticket, WeightChecksums, WorkerSettings
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.driver.parts import worker_settings
+from evenkeel.actors.pool.rollout_worker import RolloutWorker
+from evenkeel.correction.errors import (
     DataError,
     DeadlineExceeded,
     EngineDirty,
@@ -29,8 +27,9 @@ from correction.errors import (
     RequestError,
     SyncError,
 )
-from rollout.config import AnswerSampling, RolloutConfig
-from rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, WorkerLoad
+from evenkeel.engines.weights import digest_of
+from evenkeel.rollout.config import AnswerSampling, RolloutConfig
+from evenkeel.rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, WorkerLoad
 from tests.actors.cases import group, prompt
 
 CONFIG = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
@@ -218,7 +217,7 @@ def sent(checksums: dict[str, str]) -> WeightChecksums:
 @pytest.mark.parametrize("differ", [0, 20_000])
 def test_what_comes_back_of_checksums_is_small_however_many_there_are(monkeypatch: pytest.MonkeyPatch, differ: int) -> None:
     """Hundreds of workers compare two megabytes each; through the driver go a digest, or the first name that differs."""
-    monkeypatch.setattr("actors.pool.rollout_worker.require_checksums", lambda *_: None)
+    monkeypatch.setattr("evenkeel.actors.pool.rollout_worker.require_checksums", lambda *_: None)
     expected = {f"model.layers.{number}.weight": "0" * 64 for number in range(20_000)}
 
     async def scenario() -> None:
@@ -240,7 +239,7 @@ def test_what_comes_back_of_checksums_is_small_however_many_there_are(monkeypatc
 def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(monkeypatch: pytest.MonkeyPatch, arrives: dict[str, str]) -> None:
     """An engine that others take for dirty may have requests in flight while it is sent everything anew. What is done before the checksums
     are compared waits for that."""
-    monkeypatch.setattr("actors.pool.rollout_worker.require_checksums", lambda *_: None)
+    monkeypatch.setattr("evenkeel.actors.pool.rollout_worker.require_checksums", lambda *_: None)
 
     async def scenario() -> None:
         worker, sampler = slow_worker()
@@ -297,7 +296,7 @@ def test_a_worker_that_a_return_was_never_told_gives_up_what_it_has(first: str) 
 
 
 def test_an_abort_that_does_not_end_is_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.pool.rollout_worker._ABORT_S", 0.05)
+    monkeypatch.setattr("evenkeel.actors.pool.rollout_worker._ABORT_S", 0.05)
 
     async def scenario() -> None:
         worker, sampler = slow_worker(is_stubborn=True)

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from actors.carriers import Ticket
-from actors.pool.faults import GroupOutcomes, LatestGroups
-from actors.pool.scoring import PATIENCE_S, unscored
-from correction.errors import RequestError
-from rollout.trajectory import FailureKind, Group, GroupFacts
+from evenkeel.actors.carriers import Ticket
+from evenkeel.actors.pool.faults import GroupOutcomes, LatestGroups
+from evenkeel.actors.pool.scoring import PATIENCE_S, unscored
+from evenkeel.correction.errors import RequestError
+from evenkeel.rollout.trajectory import FailureKind, Group, GroupFacts
 from tests.actors.cases import group, prompt
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, World, play
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from actors.processes.call_throttle import CALLS_PER_ITERATION, CallThrottle
+from evenkeel.actors.processes.call_throttle import CALLS_PER_ITERATION, CallThrottle
 from tests.actors.processes.iteration_counter import IterationCounter
 
 

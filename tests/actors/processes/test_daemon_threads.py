@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from actors.processes.daemon_threads import DaemonThreads
+from evenkeel.actors.processes.daemon_threads import DaemonThreads
 
 ROOT = Path(__file__).parents[3]
 HANGS = """
 import asyncio, time
 from types import SimpleNamespace
-from actors.driver.run_loop import run_controller
+from evenkeel.actors.driver.controller import run_controller
 
 async def run():
     reading = asyncio.ensure_future(asyncio.to_thread(time.sleep, 1000))

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from actors.processes.descendants import adopted_orphans, descendants, end_new
+from evenkeel.actors.processes.descendants import adopted_orphans, descendants, end_new
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="adoption is Linux's")

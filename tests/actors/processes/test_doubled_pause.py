@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.processes.doubled_pause import doubled_pause_s
+from evenkeel.actors.processes.doubled_pause import doubled_pause_s
 
 
 @given(number=st.integers(-5, 10**9), first_s=st.floats(1e-3, 1e3), beyond_s=st.floats(0.0, 1e6))

@@ -1,4 +1,4 @@
-"""What a run's process says to its parent of how it is. Whole processes that hang: tests/actors/commands/test_retries.py."""
+"""What a run's process says to its parent of how it is. Whole processes that hang: tests/evenkeel/test_retries.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from actors.driver.run_loop import run_controller
-from actors.processes import driver_heartbeat
-from actors.processes.driver_heartbeat import HeartbeatListener
+from evenkeel.actors.driver.controller import run_controller
+from evenkeel.actors.processes import driver_heartbeat
+from evenkeel.actors.processes.driver_heartbeat import HeartbeatListener
 
 
 @pytest.fixture

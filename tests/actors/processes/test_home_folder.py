@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.cluster import security
-from actors.processes.home_folder import home_of_the_homeless
-from rollout.engine import temporary_files
+from evenkeel.actors.cluster import cluster as security
+from evenkeel.actors.processes.home_folder import home_of_the_homeless
+from evenkeel.rollout.engine import temporary_files
 
 
 def unknown(uid: int) -> None:

@@ -21,13 +21,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from actors.driver.run_summary import RunSummary
-from actors.processes import interrupts
+from evenkeel.actors.driver.controller import RunSummary
+from evenkeel.actors.processes import interrupts
 
 ROOT = Path(__file__).parents[3]
 BEGIN = """
 import ctypes, os, subprocess, sys, time
-from actors.processes import interrupts
+from evenkeel.actors.processes import interrupts
 with interrupts.guarded(grace_s=0.5):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 """
@@ -226,7 +226,7 @@ def test_a_swallowed_signal_is_found_at_the_next_check() -> None:
 
 
 def test_handlers_are_given_back() -> None:
-    from actors.processes import interrupts
+    from evenkeel.actors.processes import interrupts
 
     numbers = (*interrupts.SIGNALS, signal.SIGALRM)
     before = [signal.getsignal(number) for number in numbers]
@@ -327,7 +327,7 @@ def signals_seen(sent: list[int]) -> list[int]:
 
 NEVER_ENDS = """
 import atexit, time
-from actors.processes import interrupts
+from evenkeel.actors.processes import interrupts
 atexit.register(time.sleep, 1000)    # as a package does whose service doesn't answer
 interrupts.end_within(0.2, 3, lambda: True)
 """
@@ -339,7 +339,7 @@ def test_a_process_whose_own_end_hangs_is_ended_with_its_exit_code() -> None:
 
 
 def test_a_reason_with_half_a_surrogate_pair_keeps_no_process_from_its_end() -> None:
-    program = "from actors.processes import interrupts; interrupts.end_all('no room in /data/\\udce9', 3)"
+    program = "from evenkeel.actors.processes import interrupts; interrupts.end_all('no room in /data/\\udce9', 3)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (3, "evenkeel: no room in /data/\\udce9\n")
 

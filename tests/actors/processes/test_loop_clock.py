@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.processes.loop_clock import TICK_S, LoopClock
+from evenkeel.actors.processes.loop_clock import TICK_S, LoopClock
 from tests.actors.simulated_time import simulate
 
 

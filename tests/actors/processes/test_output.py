@@ -13,11 +13,11 @@ from typing import TextIO
 
 import pytest
 
-from actors.commands.cli import main
-from actors.metrics.step_metrics import StepMetrics
-from actors.processes.output import UnfailingStream, put
-from actors.record.run_folder import RunFolder
-from actors.record.terminal import TerminalView
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.processes.output import UnfailingStream, put
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.terminal import TerminalView
+from evenkeel.cli import main
 from tests.e2e.launch import ROOT, environment
 
 
@@ -117,7 +117,7 @@ def test_what_an_encoding_lacks_is_a_question_mark() -> None:
 
 ENDS = """
 import resource, sys
-from actors.processes.output import keep_exit_code, put
+from evenkeel.actors.processes.output import keep_exit_code, put
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 keep_exit_code()
 put("a step", sys.stdout)

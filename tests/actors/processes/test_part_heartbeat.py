@@ -14,11 +14,11 @@ import pytest
 import ray
 import ray.exceptions
 
-from actors.cluster.cluster import on_drivers_node
-from actors.processes.long_wait import LongWait
-from actors.processes.part_heartbeat import HeartbeatActor, raise_when_silent
-from actors.processes.supervision import HALF_OVER
-from correction.errors import ActorLost
+from evenkeel.actors.cluster.cluster import on_drivers_node
+from evenkeel.actors.processes.long_wait import LongWait
+from evenkeel.actors.processes.part_heartbeat import HeartbeatActor, raise_when_silent
+from evenkeel.actors.processes.supervision import HALF_OVER
+from evenkeel.correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
 from tests.ray_sessions import leave_ray

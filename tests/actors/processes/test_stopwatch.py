@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from actors.processes.stopwatch import Stopwatch
+from evenkeel.actors.processes.stopwatch import Stopwatch
 from tests.actors.simulated_time import simulate
 
 

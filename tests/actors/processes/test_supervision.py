@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.part_carriers import WaitNotice
-from actors.processes.long_wait import LongWait
-from actors.processes.supervision import HALF_OVER, call_with_retries, together, unwrapped, wait_for
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
+from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.processes.long_wait import LongWait
+from evenkeel.actors.processes.supervision import HALF_OVER, call_with_retries, together, unwrapped, wait_for
+from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
 
 
@@ -253,7 +253,7 @@ def test_of_two_that_run_side_by_side_the_first_error_ends_the_other() -> None:
 def test_outside_a_session_nothing_starts_or_joins_a_ray() -> None:
     """A kill of actors after the end of their Ray would else join the machine's last cluster, or wait for one that is gone."""
     program = (
-        "from actors.processes.supervision import kill\n"
+        "from evenkeel.actors.processes.supervision import kill\n"
         "import ray\n"
         "kill(object())\n"
         "try:\n"

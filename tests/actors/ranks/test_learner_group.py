@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.cluster.placement import RankPlaces
-from actors.part_carriers import ActorInfo, WaitNotice
-from actors.ranks import learner_group
-from actors.ranks.collective_calls import NumberedRank, collective
-from actors.ranks.learner_group import LearnerGroup
-from correction.config import CorrectionConfig
-from correction.errors import ActorLost, ActorUnavailable, ConfigError, DeadlineExceeded, EngineError, StepAborted
-from learner.config import LearnerConfig
+from evenkeel.actors.carriers import ActorInfo, WaitNotice
+from evenkeel.actors.cluster.placement import RankPlaces
+from evenkeel.actors.ranks import learner_group
+from evenkeel.actors.ranks.collective_calls import NumberedRank, collective
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.errors import ActorLost, ActorUnavailable, ConfigError, DeadlineExceeded, EngineError, StepAborted
+from evenkeel.learner.config import LearnerConfig
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
 

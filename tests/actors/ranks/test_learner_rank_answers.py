@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 from torch.distributed import DistNetworkError
 
-from actors.carriers import ExportPlan
-from actors.ranks.learner_rank_actor import LearnerRankActor
-from correction.correct import correct
-from correction.engines.checksum import digest_of, tensor_checksum
-from correction.engines.float8 import in_float8
-from correction.engines.rendezvous import Rendezvous, rendezvous_store
-from correction.engines.weight_bucket import WeightBucket
-from correction.errors import SyncError
+from evenkeel.actors.carriers import ExportPlan
+from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
+from evenkeel.correction.correct import correct
+from evenkeel.correction.errors import SyncError
+from evenkeel.engines.rendezvous import Rendezvous, rendezvous_store
+from evenkeel.engines.weights import WeightBucket, digest_of, in_float8, tensor_checksum
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.kept_weights import KeptWeights
+from evenkeel.learner.weights.broadcast import WeightBroadcaster
 from lab.ports import free_port
-from learner.config import LearnerConfig
-from learner.kept_weights import KeptWeights
-from learner.weights.broadcast import WeightBroadcaster
 from tests.actors.weights.rank_pieces import Pieces, rank_with
 from tests.learner.learner_cases import TIS, learner_on, masters, off_policy_batch, random_batch, save_model
 

@@ -16,15 +16,14 @@ import ray.exceptions
 import torch
 from ray.exceptions import RayTaskError
 
-from actors.carriers import ExportPlan
-from actors.processes.part_heartbeat import CONCURRENCY_GROUPS
-from actors.ranks.collective_calls import CollectiveCaller
-from actors.ranks.learner_group import LearnerGroup
-from actors.ranks.learner_rank_actor import LearnerRankActor
-from correction.engines.checksum import tensor_checksum
-from correction.engines.weight_bucket import WeightBucket
-from correction.errors import ActorLost, EngineError, SyncError
-from learner.training.step import Abort
+from evenkeel.actors.carriers import ExportPlan
+from evenkeel.actors.processes.part_heartbeat import CONCURRENCY_GROUPS
+from evenkeel.actors.ranks.collective_calls import CollectiveCaller
+from evenkeel.actors.ranks.learner_group import LearnerGroup
+from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
+from evenkeel.correction.errors import ActorLost, EngineError, SyncError
+from evenkeel.engines.weights import WeightBucket, tensor_checksum
+from evenkeel.learner.training.step import Abort
 from tests.actors.simulated_time import simulate
 from tests.actors.weights.rank_pieces import Pieces, rank_with
 from tests.actors.weights.sync_scene import play
@@ -233,7 +232,7 @@ class Waiting:
 
 def test_a_rank_leaves_a_weight_group_whose_members_it_still_awaits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other thread does; a call that comes before the join is known, too, as calls may overtake each other."""
-    monkeypatch.setattr("learner.weights.broadcast.WeightBroadcaster", Waiting)
+    monkeypatch.setattr("evenkeel.learner.weights.broadcast.WeightBroadcaster", Waiting)
     actor: Any = rank_with(Pieces(), 0)
     actor._learner.placement = SimpleNamespace(device=torch.device("cpu"))
     told = ("127.0.0.1", 1, 2)

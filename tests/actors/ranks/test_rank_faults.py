@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from actors.ranks.learner_rank_actor import LearnerRankActor
-from actors.ranks.rank_faults import as_rank_failure
-from correction.errors import ActorLost, DataError, RankFailed, StepAborted
-from learner.config import LearnerConfig
+from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
+from evenkeel.actors.ranks.rank_faults import as_rank_failure
+from evenkeel.correction.errors import ActorLost, DataError, RankFailed, StepAborted
+from evenkeel.learner.config import LearnerConfig
 
 CUDA = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported at some other API call"
 MEMORY = r"^learner rank 1: out of memory in step \({}\); lower learner.tokens_per_microbatch, "

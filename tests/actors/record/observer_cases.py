@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.carriers import Observation
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.metrics.exporter import MetricsEndpoint
-from actors.metrics.step_metrics import StepMetrics
-from actors.record.observer import Observer
-from actors.record.run_folder import RunFolder
-from actors.record.terminal import TerminalView
-from actors.settings.resolve import with_devices
-from correction.early_warning.monitor import Event, State
+from evenkeel.actors.carriers import Observation
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.metrics.exporter import MetricsEndpoint
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.record.observer import Observer
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.terminal import TerminalView
+from evenkeel.actors.settings.resolve import with_devices
+from evenkeel.correction.early_warning.monitor import Event, State
+from evenkeel.recipe import load_config
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
 WATCH = Event(2, "k3_kl", State.WATCH, 2e-3, 2.0, "k3_kl = 0.002, 2.0 times the level")

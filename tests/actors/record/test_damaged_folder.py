@@ -10,21 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.carriers import ScatterSample
-from actors.commands.recipe import load_config
-from actors.commands.resume_point import run_recipe
-from actors.commands.retries import Reached
-from actors.config import RunConfig
-from actors.metrics.step_metrics import StepMetrics
-from actors.record.run_event import RunEvent
-from actors.record.run_folder import RunFolder
-from actors.record.slowest import SlowestPrompts, slowest_rows
-from actors.record.stack_collector import StackCollector
-from actors.reports.plots import StepColumns, draw_staleness
-from actors.reports.report import clipped_rows, summary_rows, worker_rows, write_report
-from actors.reports.run_doctor import diagnose_run, left_after_training, page
-from correction.errors import ConfigError
-from tests.actors.reports.test_run_doctor import RECIPE, run_folder
+from evenkeel.actors.carriers import ScatterSample
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.record.run_event import RunEvent
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.slowest import SlowestPrompts, slowest_rows
+from evenkeel.actors.record.stack_collector import StackCollector
+from evenkeel.correction.errors import ConfigError
+from evenkeel.recipe import load_config
+from evenkeel.report.plots import StepColumns, draw_staleness
+from evenkeel.report.report import clipped_rows, summary_rows, worker_rows, write_report
+from evenkeel.report.run_doctor import diagnose_run, left_after_training, page
+from evenkeel.resume_point import run_recipe
+from evenkeel.retries import Reached
+from tests.evenkeel.report.test_run_doctor import RECIPE, run_folder
 
 LINES = [
     *((name, f'{{"step": {step}}}') for name in ("metrics.jsonl", "evaluations.jsonl") for step in ("null", '"x"', "1e999")),

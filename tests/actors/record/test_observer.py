@@ -12,17 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.carriers import DiscardedGroup, DiscardReason, Example, Observation, ScalingCause
-from actors.driver.evaluation import evaluate
-from actors.metrics.step_metrics import StepMetrics, by_worker
-from actors.part_carriers import ActorInfo
-from actors.pool.scaling import ScalingDecision
-from actors.record.run_folder import RunFolder
-from actors.record.step_sources import trajectories_text
-from correction.early_warning.monitor import Event, State
-from learner.results import SkipReason
-from rollout.config import AnswerSampling
-from rollout.trajectory import FailureKind, SyncReceipt, Trajectory, WorkerLoad
+from evenkeel.actors.carriers import ActorInfo, DiscardedGroup, DiscardReason, Example, Observation, ScalingCause
+from evenkeel.actors.driver.evaluation import evaluate
+from evenkeel.actors.metrics.step_metrics import StepMetrics, by_worker
+from evenkeel.actors.pool.scaling import ScalingDecision
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.step_sources import trajectories_text
+from evenkeel.correction.early_warning.monitor import Event, State
+from evenkeel.learner.results import SkipReason
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.trajectory import FailureKind, SyncReceipt, Trajectory, WorkerLoad
 from tests.actors.cases import facts, prompts, trajectory
 from tests.actors.driver.test_evaluation import Answers
 from tests.actors.metrics.test_metrics import scalars
@@ -66,9 +65,10 @@ def test_a_step_without_diagnostics_has_what_the_learner_itself_knows_of_its_tok
 def test_a_line_has_what_belongs_to_its_step_however_late_it_is_told(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 1 is told when step 2 has been noted, received and counted already."""
     for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
-        monkeypatch.setattr(f"actors.record.step_writer.{part}", lambda *_, **__: {})
-    monkeypatch.setattr("actors.record.step_writer.batch_metrics", lambda *_, **__: {f"reward/component/{name}": 1.0 for name in "ab"})
-    monkeypatch.setattr("actors.record.reward_parts.MOST", 1)
+        monkeypatch.setattr(f"evenkeel.actors.record.step_writer.{part}", lambda *_, **__: {})
+    parts = {f"reward/component/{name}": 1.0 for name in "ab"}
+    monkeypatch.setattr("evenkeel.actors.record.step_writer.batch_metrics", lambda *_, **__: parts)
+    monkeypatch.setattr("evenkeel.actors.record.reward_parts.MOST", 1)
     batch = SimpleNamespace(groups=[facts(1, 5), facts(2, 9)], tokens=10, examples=())
     result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
 
@@ -145,7 +145,7 @@ def test_a_reward_that_fails_by_the_hundred_is_one_line_a_step(seen: Seen, monke
 def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is part of finding the loss scale: no batch is kept for study, and no alert rests on its counter."""
     for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
-        monkeypatch.setattr(f"actors.record.step_writer.{part}", lambda *_, **__: {})
+        monkeypatch.setattr(f"evenkeel.actors.record.step_writer.{part}", lambda *_, **__: {})
     seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {}), counts=lambda: (1, 1), versions=dict))  # type: ignore[arg-type]
     batch = SimpleNamespace(groups=[], tokens=10, examples=())
     skipped = (SkipReason.OVERFLOW, SkipReason.NO_GRADIENT, SkipReason.OVERFLOW)
@@ -168,7 +168,7 @@ def test_an_overflow_in_float16_is_said_and_counted_apart(seen: Seen, monkeypatc
 def test_what_the_learner_gives_as_the_reason_is_what_is_told(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read off the loss and the norms again."""
     for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
-        monkeypatch.setattr(f"actors.record.step_writer.{part}", lambda *_, **__: {})
+        monkeypatch.setattr(f"evenkeel.actors.record.step_writer.{part}", lambda *_, **__: {})
     seen.observer.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(0, {})))  # type: ignore[arg-type]
     batch = SimpleNamespace(groups=[], tokens=10, examples=(), version=0, corrected=StandInReference(MemoryError("no room for it")))
     counts = dict.fromkeys(("admitted", "trained", "discarded", "finished", "in_flight", "drawn"), 0)
@@ -208,7 +208,7 @@ def test_changes_of_the_pools_size_are_told_and_counted_by_cause(seen: Seen) -> 
 def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three held the newest by then; right after it none does. Prometheus forgets who left, now and when the step is told."""
     for part in ("batch_metrics", "learner_metrics", "undiagnosed"):
-        monkeypatch.setattr(f"actors.record.step_writer.{part}", lambda *_, **__: {})
+        monkeypatch.setattr(f"evenkeel.actors.record.step_writer.{part}", lambda *_, **__: {})
     batch = SimpleNamespace(groups=[], tokens=10, examples=())
     result = SimpleNamespace(skipped=(), skipped_steps=0, overflowed_steps=0, loss_scale=None)
     held = {"0": 4, "1": 4, "2": 3}

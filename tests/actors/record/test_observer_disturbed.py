@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.metrics.step_metrics import StepMetrics
-from actors.record import metric_views
-from actors.record.file_thread import FileThread
-from actors.record.metric_views import WandbView
-from actors.record.observer import Observer
-from correction.early_warning.monitor import State
-from correction.errors import DeadlineExceeded
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.record import metric_views
+from evenkeel.actors.record.file_thread import FileThread
+from evenkeel.actors.record.metric_views import WandbView
+from evenkeel.actors.record.observer import Observer
+from evenkeel.correction.early_warning.monitor import State
+from evenkeel.correction.errors import DeadlineExceeded
 from tests.actors.metrics.test_metrics import scalars
 from tests.actors.record.observer_cases import WATCH, Seen, diagnosed, write
 from tests.actors.record.observer_cases import seen as seen

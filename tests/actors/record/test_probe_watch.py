@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.record.probe_watch import ProbeWatch
-from actors.settings.probe_limits import ProbeLimits
-from actors.settings.resolve import with_devices
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.record.probe_watch import ProbeWatch
+from evenkeel.actors.settings.probe_limits import ProbeLimits
+from evenkeel.actors.settings.resolve import with_devices
+from evenkeel.recipe import load_config
 
 
 @pytest.mark.parametrize(

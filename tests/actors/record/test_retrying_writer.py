@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from actors.driver.evaluation import evaluate
-from actors.part_carriers import WaitNotice
-from actors.processes import disk_at_start
-from actors.record import retrying_writer
-from actors.record.file_thread import FileThread
-from actors.record.retrying_writer import RetryingWriter
-from actors.record.run_folder import RunFolder
-from actors.state.json_lines import JsonLines
-from actors.state.ledger import Ledger
-from correction.early_warning.monitor import State
-from correction.errors import DeadlineExceeded
-from rollout.config import AnswerSampling
+from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.driver.evaluation import evaluate
+from evenkeel.actors.groups.ledger import Ledger
+from evenkeel.actors.json_lines import JsonLines
+from evenkeel.actors.processes import disk_at_start
+from evenkeel.actors.record import retrying_writer
+from evenkeel.actors.record.file_thread import FileThread
+from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.early_warning.monitor import State
+from evenkeel.correction.errors import DeadlineExceeded
+from evenkeel.rollout.config import AnswerSampling
 from tests.actors.cases import contents, prompts
 from tests.actors.driver.test_evaluation import Answers
 from tests.actors.record.observer_cases import diagnosed, observe, write

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from actors.metrics.step_metrics import StepMetrics
-from actors.record.run_folder import RunFolder
-from correction.errors import ConfigError
-from learner.weights.file_sums import read_manifest_of_files, verify
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.errors import ConfigError
+from evenkeel.learner.weights.file_sums import read_manifest_of_files, verify
 from tests.failures.measured import REAL, Measured
 
 ROOT = Path(__file__).parents[3]
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunFolder
 folder = RunFolder.create(Path(sys.argv[1]), "held")
 folder.write_text("config.yaml", "name: held\\n")
 if sys.argv[2] == "fork" and os.fork() > 0:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from actors.record import skipped_batches
-from actors.record.skipped_batches import KEPT, SkippedBatch
-from correction.batch import CorrectedBatch, PackedBatch
-from correction.config import CorrectionConfig
-from correction.early_warning.monitor import State
-from learner.results import SkipReason
+from evenkeel.actors.record import skipped_batches
+from evenkeel.actors.record.skipped_batches import KEPT, SkippedBatch
+from evenkeel.correction.batch import CorrectedBatch, PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.early_warning.monitor import State
+from evenkeel.learner.results import SkipReason
 from tests.actors.record.observer_cases import Seen, StandInReference, diagnosed, write
 from tests.actors.record.observer_cases import seen as seen
 

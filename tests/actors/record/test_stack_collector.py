@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from actors.processes.long_wait import LongWait
-from actors.processes.supervision import HALF_OVER, wait_for
-from actors.record import stack_collector
-from actors.record.run_folder import RunFolder
-from actors.record.stack_collector import StackCollector
-from actors.record.stack_summary import newest_stack_summary
-from correction.errors import DeadlineExceeded
-from rollout.stacks import register_stack_dump
+from evenkeel.actors.processes.long_wait import LongWait
+from evenkeel.actors.processes.supervision import HALF_OVER, wait_for
+from evenkeel.actors.record import stack_collector
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.stack_collector import StackCollector
+from evenkeel.actors.record.stack_summary import newest_stack_summary
+from evenkeel.correction.errors import DeadlineExceeded
+from evenkeel.rollout.stacks import register_stack_dump
 from tests.actors.simulated_time import simulate
 
 TEXT = """half of the time for learner step 3 <- rank 0 is over

@@ -15,13 +15,13 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.processes import supervision
-from actors.processes.supervision import HALF_OVER, wait_for
-from actors.record.run_folder import RunFolder
-from actors.record.stack_collector import StackCollector
-from actors.record.stack_summary import newest_stack_summary
-from correction.errors import DeadlineExceeded
-from rollout.stacks import register_stack_dump
+from evenkeel.actors.processes import supervision
+from evenkeel.actors.processes.supervision import HALF_OVER, wait_for
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.stack_collector import StackCollector
+from evenkeel.actors.record.stack_summary import newest_stack_summary
+from evenkeel.correction.errors import DeadlineExceeded
+from evenkeel.rollout.stacks import register_stack_dump
 from tests.ray_sessions import leave_ray
 
 pytestmark = pytest.mark.slow

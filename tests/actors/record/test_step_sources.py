@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.carriers import Example, PreparedBatch
-from actors.record.reward_parts import RewardParts
-from actors.record.step_sources import (
+from evenkeel.actors.carriers import Example, PreparedBatch
+from evenkeel.actors.record.reward_parts import RewardParts
+from evenkeel.actors.record.step_sources import (
     batch_metrics,
     first_lengths,
     rollout_metrics,
@@ -18,13 +18,13 @@ from actors.record.step_sources import (
     undiagnosed,
     worker_metrics,
 )
-from correction.config import CorrectionConfig
-from correction.correct import correct
-from correction.diagnostics.diagnose import diagnose
-from learner.results import StepResult
-from rollout.config import MaskOverlong, OverlongConfig, TrainOverlong
-from rollout.packing import pack_groups
-from rollout.trajectory import (
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import correct
+from evenkeel.correction.diagnostics.diagnose import diagnose
+from evenkeel.learner.results import StepResult
+from evenkeel.rollout.config import MaskOverlong, OverlongConfig, TrainOverlong
+from evenkeel.rollout.packing import pack_groups
+from evenkeel.rollout.trajectory import (
     AnswerFacts,
     AnswerPlace,
     FinishReason,
@@ -213,7 +213,7 @@ def test_what_the_learner_knows_of_the_tokens_of_a_step() -> None:
 
 def test_parts_of_a_reward_have_metrics_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward function may name a new part in each answer: metrics, curves and endpoint would grow to the end of the run."""
-    monkeypatch.setattr("actors.record.reward_parts.MOST", 3)
+    monkeypatch.setattr("evenkeel.actors.record.reward_parts.MOST", 3)
     told = list[tuple[str, str]]()
     parts = RewardParts(lambda level, text: told.append((level, text)))
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from actors.metrics.catalogue import SKIPPED
-from actors.metrics.step_metrics import StepMetrics
-from actors.record.run_folder import RunFolder
-from actors.record.terminal import TerminalView, duration, sparkline, terminal_svg
-from correction.early_warning.monitor import usual_level
-from learner.results import SkipReason
+from evenkeel.actors.metrics.catalogue import SKIPPED
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.terminal import TerminalView, duration, sparkline, terminal_svg
+from evenkeel.correction.early_warning.monitor import usual_level
+from evenkeel.learner.results import SkipReason
 
 STEP = StepMetrics(
     3,
@@ -62,7 +62,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_a_warning_of_a_logger_stands_above_the_live_panel() -> None:
     """The panel is drawn over what it drew before: a line that is written past it leaves half of it behind."""
-    from actors.commands.quiet_libraries import ToStandardError
+    from evenkeel.quiet_libraries import ToStandardError
 
     handler, record = ToStandardError(), logging.makeLogRecord({"msg": "waiting for an engine"})
     view, out = watch(terminal=True)

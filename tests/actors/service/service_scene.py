@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.carriers import Observation, PreparedBatch, Ticket
-from actors.config import DeadlinesConfig, EarlyWarningConfig, RunConfig
-from actors.driver.batch_source import BatchSource
-from actors.driver.parts import StartingPoint
-from actors.queue.payloads import GONE
-from actors.service.correction_service import CorrectionService
-from correction.batch import FinalDecision, PackedBatch
-from correction.config import CorrectionConfig
-from correction.decision import no_counts
-from correction.wide import WideFields, WidePlace
-from learner.config import LearnerConfig
-from learner.results import SplitLogprobs, StepResult, StepValues
-from rollout.config import RolloutConfig
-from rollout.trajectory import Group
+from evenkeel.actors.carriers import Observation, PreparedBatch, Ticket
+from evenkeel.actors.config import DeadlinesConfig, EarlyWarningConfig, RunConfig
+from evenkeel.actors.driver.batches import BatchSource
+from evenkeel.actors.driver.parts import StartingPoint
+from evenkeel.actors.groups.tokens import GONE
+from evenkeel.actors.service.correction_service import CorrectionService
+from evenkeel.correction.batch import FinalDecision, PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.decision import no_counts
+from evenkeel.correction.wide import WideFields, WidePlace
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.results import SplitLogprobs, StepResult, StepValues
+from evenkeel.rollout.config import RolloutConfig
+from evenkeel.rollout.trajectory import Group
 from tests.actors.cases import FakeActor, OpenBook, group, prompts, stored, trajectory
 
 GROUPS = 4

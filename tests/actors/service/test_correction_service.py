@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from actors.carriers import Ticket
-from actors.config import DeadlinesConfig, EarlyWarningConfig, MetricsConfig
-from actors.service import correction_service, gap_split
-from correction.batch import PackedBatch
-from correction.config import CorrectionConfig
-from correction.errors import DeadlineExceeded, LateError
-from rollout.config import MaskOverlong
-from rollout.trajectory import FinishReason
+from evenkeel.actors.carriers import Ticket
+from evenkeel.actors.config import DeadlinesConfig, EarlyWarningConfig, MetricsConfig
+from evenkeel.actors.service import correction_service, gap_split
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.errors import DeadlineExceeded, LateError
+from evenkeel.rollout.config import MaskOverlong
+from evenkeel.rollout.trajectory import FinishReason
 from tests.actors.cases import group, prompt, stored, trajectory
 from tests.actors.service.service_scene import GROUPS, ROLLOUT, ServiceScene, answered, code, play, routes
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from correction.presets.methods import PRESETS
+from evenkeel.correction.presets.methods import PRESETS
 from tests.actors.read_only_paths import play_into
 from tests.learner.learner_cases import rank_context, save_model
 from tests.learner.moe_cases import save_moe

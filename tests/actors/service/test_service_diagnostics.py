@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.carriers import PreparedBatch
-from actors.config import EarlyWarningConfig, RunConfig
-from actors.driver.batch_ahead import keeps_weights, splits_gap
-from actors.service import correction_service
-from correction.batch import FinalDecision, PackedBatch
-from correction.config import CorrectionConfig
-from correction.decision import no_counts
-from correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS
-from correction.early_warning.monitor import MonitorConfig, State
-from learner.config import LearnerConfig
-from learner.results import StepValues
+from evenkeel.actors.carriers import PreparedBatch
+from evenkeel.actors.config import EarlyWarningConfig, RunConfig
+from evenkeel.actors.driver.batch_ahead import keeps_weights, splits_gap
+from evenkeel.actors.service import correction_service
+from evenkeel.correction.batch import FinalDecision, PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.decision import no_counts
+from evenkeel.correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS
+from evenkeel.correction.early_warning.monitor import MonitorConfig, State
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.results import StepValues
 from tests.actors.service.service_scene import GROUPS, ROLLOUT, ServiceScene, answered, no_decision, play, result_of
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from actors.carriers import StoredGroup, Ticket
-from actors.config import DeadlinesConfig
-from actors.part_carriers import WaitNotice
-from actors.processes.part_heartbeat import raise_when_silent
-from actors.queue import payloads
-from actors.record.run_event import RunEvent
+from evenkeel.actors.carriers import StoredGroup, Ticket, WaitNotice
+from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.groups import tokens as payloads
+from evenkeel.actors.processes.part_heartbeat import raise_when_silent
+from evenkeel.actors.record.run_event import RunEvent
 from tests.actors.cases import FakeActor, prompt
 from tests.actors.service.service_scene import GROUPS, ServiceScene, answered
 from tests.actors.simulated_time import simulate

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError, model_validator
 
-from actors.commands.config_explain import inner_models
-from actors.commands.init_model import read_record
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.settings.resolve import with_equal_operators
-from correction.config import CorrectionConfig
-from correction.errors import ConfigError
-from learner.config import LearnerConfig
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.settings.resolve import with_equal_operators
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.errors import ConfigError
+from evenkeel.explain import inner_models
+from evenkeel.init_model import read_record
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.recipe import load_config
 
 ROOT = Path(__file__).parents[3]
 RECIPES = [*sorted(ROOT.glob("recipes/*.yaml")), ROOT / "tests/e2e/small.yaml"]
@@ -114,8 +114,8 @@ def test_batch_arithmetic(overrides: str, sentence: str) -> None:
 
 def test_a_run_config_survives_its_own_file(tmp_path: Path) -> None:
     """What a run writes down is read again: equal to the last field, presets and unions included."""
-    from actors.record.config_that_ran import config_that_ran
-    from actors.record.run_folder import RunFolder
+    from evenkeel.actors.record.config_that_ran import config_that_ran
+    from evenkeel.actors.record.run_folder import RunFolder
 
     config = small("correction.preset=icepop", "run_dir=" + str(tmp_path / "run"))
     with RunFolder.create(tmp_path / "run", "x") as folder:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from actors.cluster.head_watch import _head_hangs_s, _raylet_hangs_s
-from actors.config import RunConfig
-from actors.settings.deadlines import (
+from evenkeel.actors.cluster.head_watch import _head_hangs_s, _raylet_hangs_s
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.settings.deadlines import (
     bucket_s,
     bytes_of,
     flush_s,
@@ -22,7 +22,7 @@ from actors.settings.deadlines import (
     tokens_s,
     weights_fetch_s,
 )
-from actors.settings.resolve import with_deadlines
+from evenkeel.actors.settings.resolve import with_deadlines
 
 
 def run_config(**rollout: Any) -> RunConfig:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from actors.commands.preparation import decide_devices
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.settings.devices import check_types
-from actors.settings.resolve import ModelFacts, with_devices, with_engine_types, with_model
-from correction.errors import ConfigError
-from learner.config import LearnerConfig
-from rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.settings.devices import check_types
+from evenkeel.actors.settings.resolve import ModelFacts, with_devices, with_engine_types, with_model
+from evenkeel.correction.errors import ConfigError
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.preparation import decide_devices
+from evenkeel.recipe import load_config
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
 
@@ -102,7 +102,7 @@ def test_once_decided_nothing_changes_any_more() -> None:
 
 
 def test_a_worker_with_a_part_of_a_gpu_has_an_engine_with_that_part_of_its_memory() -> None:
-    """Sized on its node (correction/engines/gpu_share.py); a fraction that is given stays."""
+    """Sized on its node (engines/machine.py); a fraction that is given stays."""
     shared = with_devices(config("rollout.gpus_per_worker=0.4"), has_gpu=True).rollout.engine
     assert (shared.gpu_share, shared.memory_fraction) == (0.4, None)
     assert with_devices(config(), has_gpu=True).rollout.engine.gpu_share == 1
@@ -175,7 +175,7 @@ def test_auto_is_what_the_cluster_has_not_what_the_driver_sees(
 ) -> None:
     """The head of a cluster has no GPU; ranks that asked for none would all take the first one of their node."""
     joined: list[str | None] = []
-    monkeypatch.setattr("actors.cluster.cluster.Cluster", lambda config, **_: joined.append(config.ray.address) or nullcontext())
+    monkeypatch.setattr("evenkeel.actors.cluster.cluster.Cluster", lambda config, **_: joined.append(config.ray.address) or nullcontext())
     monkeypatch.setattr("ray.cluster_resources", lambda: offered)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found, notes = decide_devices(config("ray.address=10.0.0.1:6379"))

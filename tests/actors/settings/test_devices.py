@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from actors.cluster.placement import in_order, places_of
-from actors.commands.recipe import load_config
-from actors.config import RunConfig
-from actors.driver.parts import worker_settings
-from actors.pool import workers
-from actors.settings.devices import (
+from evenkeel.actors.cluster.placement import in_order, places_of
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.driver.parts import worker_settings
+from evenkeel.actors.pool import workers
+from evenkeel.actors.settings.devices import (
     check_devices,
     check_engine_device,
     check_gpus_to_come,
@@ -28,10 +27,11 @@ from actors.settings.devices import (
     whole_gpus,
     workers_with_a_unit,
 )
-from actors.settings.environment import OF_BATCHES, learner_environment, worker_environment
-from actors.settings.resolve import with_devices
-from correction.engines.device_choice import KEPT_KERNELS
-from correction.errors import ConfigError
+from evenkeel.actors.settings.environment import OF_BATCHES, learner_environment, worker_environment
+from evenkeel.actors.settings.resolve import with_devices
+from evenkeel.correction.errors import ConfigError
+from evenkeel.engines.machine import KEPT_KERNELS
+from evenkeel.recipe import load_config
 from tests.actors.cases import prompt
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from actors.pool.dispatch import Questions, WaitingWork
-from actors.settings.evaluation_places import evaluation_answers_at_once, evaluation_waves, questions_of_a_call
-from rollout.config import AnswerSampling
+from evenkeel.actors.pool.dispatch import Questions, WaitingWork
+from evenkeel.actors.settings.evaluation_places import evaluation_answers_at_once, evaluation_waves, questions_of_a_call
+from evenkeel.rollout.config import AnswerSampling
 
 
 def played(questions: int, samples: int, *, workers: int, slots: int, samples_per_group: int, running: int, is_fed: bool) -> int:

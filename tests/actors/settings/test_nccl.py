@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from actors.settings.environment import learner_environment, worker_environment
-from rollout.engine.engine import RolloutEngine
+from evenkeel.actors.settings.environment import learner_environment, worker_environment
+from evenkeel.rollout.engine.engine import RolloutEngine
 from tests.actors.settings.test_devices import config, gpus
 
 pytestmark = pytest.mark.engine

@@ -10,19 +10,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.commands.recipe import as_recipe, load_config, read_recipe
-from actors.config import RunConfig
-from actors.doctor.on_paper import on_paper
-from actors.doctor.start_checks import check_on_paper, config_for_model
-from actors.record.config_that_ran import config_that_ran
-from actors.record.run_folder import RunFolder
-from actors.settings.devices import unfit_shares
-from actors.settings.probe_limits import ProbeLimits
-from actors.settings.resolve import refuse_contradictions, with_devices
-from correction.errors import ConfigError
-from learner.hf.hf_folder import INIT_RECORD, side_files
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.record.config_that_ran import config_that_ran
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.settings.devices import unfit_shares
+from evenkeel.actors.settings.probe_limits import ProbeLimits
+from evenkeel.actors.settings.resolve import refuse_contradictions, with_devices
+from evenkeel.correction.errors import ConfigError
+from evenkeel.doctor.on_paper import on_paper
+from evenkeel.doctor.start_checks import check_on_paper, config_for_model
+from evenkeel.learner.hf.folder import INIT_RECORD, side_files
+from evenkeel.recipe import as_recipe, load_config, read_recipe
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.sglang_plugin.hooks import VARIABLE, PluginSettings
 from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parents[3]

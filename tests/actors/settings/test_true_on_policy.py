@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.config import OnDifference, RunConfig
-from actors.metrics.step_metrics import StepMetrics
-from actors.settings.resolve import with_devices, with_equal_operators
-from actors.settings.true_on_policy import check_batch, compare_batch, metrics_of, raise_on_difference
-from correction.batch import FinalDecision, PackedBatch
-from correction.config import CorrectionConfig
-from correction.decision import no_counts
-from correction.errors import ActorLost, ConfigError, EngineError
-from learner.results import StepValues
+from evenkeel.actors.config import OnDifference, RunConfig
+from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.settings.resolve import with_devices, with_equal_operators
+from evenkeel.actors.settings.true_on_policy import check_batch, compare_batch, metrics_of, raise_on_difference
+from evenkeel.correction.batch import FinalDecision, PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.decision import no_counts
+from evenkeel.correction.errors import ActorLost, ConfigError, EngineError
+from evenkeel.learner.results import StepValues
 
 
 def run_config(folder: Path, **changes: Any) -> RunConfig:

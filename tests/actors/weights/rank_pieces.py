@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from actors.ranks.learner_rank_actor import LearnerRankActor
-from learner.config import LearnerConfig
+from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
+from evenkeel.learner.config import LearnerConfig
 
 
 class Pieces:

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
-from actors.config import WeightSyncConfig
-from actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
-from correction.engines.checksum import compare_checksums, digest_of
-from rollout.engine_settings.engine_config import EngineConfig
-from rollout.trajectory import SyncReceipt
+from evenkeel.actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
+from evenkeel.actors.config import WeightSyncConfig
+from evenkeel.actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync
+from evenkeel.engines.weights import compare_checksums, digest_of
+from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 
 SUMS = {"a": "1", "b": "2"}

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from actors.weights.broadcast_group import BroadcastGroup
-from actors.weights.weight_sync import SyncTarget
-from correction.errors import SyncError
-from learner.weights.broadcast import WeightBroadcaster
+from evenkeel.actors.weights.broadcast_group import BroadcastGroup
+from evenkeel.actors.weights.weight_sync import SyncTarget
+from evenkeel.correction.errors import SyncError
+from evenkeel.learner.weights.broadcast import WeightBroadcaster
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
 from tests.actors.weights.sync_scene import Engine, Learner, SyncScene, plans, play

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.weights.weight_sync import SyncTarget
+from evenkeel.actors.weights.weight_sync import SyncTarget
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
 from tests.actors.weights.sync_scene import Engine, SyncScene, plans, play

@@ -15,10 +15,19 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
-from actors.weights.weight_sync import SyncTarget
-from correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineDirty, EngineError, LateError, SyncError, counted
-from rollout.trajectory import SyncReceipt
+from evenkeel.actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
+from evenkeel.actors.weights.weight_sync import SyncTarget
+from evenkeel.correction.errors import (
+    ActorLost,
+    ActorUnavailable,
+    DeadlineExceeded,
+    EngineDirty,
+    EngineError,
+    LateError,
+    SyncError,
+    counted,
+)
+from evenkeel.rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
 from tests.actors.weights.sync_scene import CHECKSUMS, Engine, SyncScene, play

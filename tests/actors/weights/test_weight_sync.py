@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import ray
 
-from actors.carriers import WeightChecksums
-from actors.processes.call_throttle import CALLS_PER_ITERATION
-from actors.weights.weight_sync import SyncTarget
-from correction.engines.checksum import compare_checksums, digest_of
-from correction.errors import DeadlineExceeded, SyncError
-from rollout.trajectory import SyncReceipt
+from evenkeel.actors.carriers import WeightChecksums
+from evenkeel.actors.processes.call_throttle import CALLS_PER_ITERATION
+from evenkeel.actors.weights.weight_sync import SyncTarget
+from evenkeel.correction.errors import DeadlineExceeded, SyncError
+from evenkeel.engines.weights import compare_checksums, digest_of
+from evenkeel.rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
 from tests.actors.weights.sync_scene import CHECKSUMS, SUMS, Engine, SyncScene, play

@@ -1,0 +1,229 @@
+"""`evenkeel doctor`: what would fail, said before anything starts; `train` asks the same rules."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from evenkeel.actors.config import HubName, RunConfig
+from evenkeel.actors.processes.disk_at_start import by_disk_at_start
+from evenkeel.actors.settings.devices import visible_gpus
+from evenkeel.actors.settings.resolve import kept
+from evenkeel.correction.errors import ConfigError, EvenkeelError, counted
+from evenkeel.doctor.facts import Complaint, NodeFacts, PaperFacts, Severity
+from evenkeel.doctor.gather import home_of_run, nodes_of_cluster, own_machine
+from evenkeel.doctor.on_nodes import Request, on_nodes, requests
+from evenkeel.doctor.on_paper import enough, on_paper, worst_first
+from evenkeel.doctor.start_checks import check_on_paper_or_refuse
+from evenkeel.doctor.surroundings import check_surroundings
+
+UNFIT = 1
+"""Exit code when something can't work."""
+_COLOURS: dict[Severity, str] = {"fail": "bold red", "warn": "yellow", "note": "dim"}
+
+
+def summary(complaints: Sequence[Complaint]) -> str:
+    """A sentence for the last line."""
+    fails = sum(one.severity == "fail" for one in complaints)
+    warns = sum(one.severity == "warn" for one in complaints)
+    if fails:
+        return f"{counted(fails, 'failure')}: the run can't work like this"
+    return f"ready, with {counted(warns, 'warning')}" if warns else "ready"
+
+
+def show(console: Console, complaints: Sequence[Complaint], rows: Sequence[Request]) -> None:
+    """Print the table of resources, then the complaints in the order given, and the summary."""
+    if rows:
+        console.print(table_of(rows))
+    for one in complaints:
+        console.print(f"[{_COLOURS[one.severity]}]{one.severity}[/]  {escape(str(one))}")
+    console.print(summary(complaints))
+
+
+def table_of(rows: Sequence[Request]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("resource", "asked", "there", "free", "for"):
+        table.add_column(name, justify="left" if name in ("resource", "for") else "right")
+    for row in rows:
+        table.add_row(row.kind, f"{row.asked:g}", f"{row.there:g}", f"{row.free:g}", row.parts)
+    return table
+
+
+def in_json(complaints: Sequence[Complaint], rows: Sequence[Request]) -> dict[str, Any]:
+    """The same as JSON, for programs."""
+    return {
+        "summary": summary(complaints),
+        "findings": findings(complaints),
+        "resources": [asdict(row) for row in rows],
+    }
+
+
+def findings(complaints: Sequence[Complaint]) -> list[dict[str, str]]:
+    return [{"level": one.severity, "sentence": one.sentence, "setting": one.setting[:1].upper() + one.setting[1:]} for one in complaints]
+
+
+def doctor(
+    target: Annotated[
+        Path, typer.Argument(metavar="RECIPE|RUN_DIR|MODEL", help="Recipe (YAML) of a run to be started, the folder of one, or a model's.")
+    ],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")] = None,
+    gpus: Annotated[
+        str, typer.Option(metavar="NAMExCOUNT", help="Check the recipe for these GPUs, such as H100x8 or H100x8x4, instead of those here.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    task: Annotated[
+        str, typer.Option(metavar="RECIPE|DATA_SET", help="Of a model: show this task's first prompt, and how long its prompts may be.")
+    ] = "",
+) -> None:
+    """Say what is in a run's way before it is started; or, of a run's folder, what happened to the run.
+
+    It first checks what follows from the recipe and the model folder: memory of each GPU, layouts, dtypes, disk, what the learner can't
+    train. It reads the questions of the task, has the reward function score one of them, and looks whether ports and packages are there.
+    Then it checks the nodes, this machine or, by a small task on each, those of the cluster at ray.address: GPUs, versions, folders, shared
+    memory. With --gpus it makes the first part alone, from config.json, for GPUs that aren't here.
+    `evenkeel train` makes the same checks, and stops at what can't work.
+
+    For a model's folder, or hf:NAME, it shows what tokenizer, chat template and configs say: the tokens that end an answer, the system
+    turn, the prompt of a question with its special tokens, and how long prompts and answers may be.
+
+    For a run's folder it says how the run ended, what it waited for, which part was slow or gone, whether all prompts are accounted for,
+    and what to do.
+
+    Exit codes: 0 nothing stands in the way; 1 something can't work, or the recipe can't be read.
+    """
+    if by_disk_at_start(partial(_is_model, target), f"{target}, to be opened", disk="its disk"):
+        _show_model(target, task, overrides or [])
+        return
+    if task:
+        raise ConfigError(f"evenkeel doctor {target}: --task goes with a model's folder, and this is none")
+    if by_disk_at_start(target.is_dir, f"{target}, to be opened", disk="its disk"):
+        options = {"--gpus": gpus, "--json": as_json}
+        typer.echo(_of_run(target, [*(overrides or []), *(name for name, value in options.items() if value)]))
+        return
+    if target.suffix not in (".yaml", ".yml") and not target.exists():
+        raise ConfigError(f"{target}: there is no such recipe file or run folder")
+    from rich.console import Console
+
+    from evenkeel.recipe import load_config
+
+    config = load_config(RunConfig, target, overrides or [])
+    complaints, rows = _found(config, gpus)
+    if as_json:
+        typer.echo(json.dumps(in_json(complaints, rows), indent=2, allow_nan=False))
+    else:
+        show(Console(highlight=False, soft_wrap=not sys.stdout.isatty()), complaints, rows)
+    if any(one.severity == "fail" for one in complaints):
+        raise typer.Exit(UNFIT)
+
+
+def _is_model(target: Path) -> bool:
+    """A name of the hub, or a folder that isn't a run's."""
+    return HubName.of(target) is not None or ((target / "config.json").exists() and not (target / "config.yaml").exists())
+
+
+def _show_model(target: Path, task: str, overrides: list[str]) -> None:
+    from rich.console import Console
+
+    from evenkeel.doctor_model import model_page
+
+    console = Console(highlight=False, soft_wrap=True)
+    for name, text in model_page(target, task, overrides):
+        console.print(f"[dim]{name:<16}[/]{text}")
+
+
+def _of_run(folder: Path, overrides: list[str]) -> str:
+    from evenkeel.actors.record.run_folder import RunFolder
+    from evenkeel.report.run_doctor import diagnose_run, page
+
+    if overrides:
+        raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(overrides)}")
+    view = by_disk_at_start(lambda: RunFolder.view(folder), f"{folder}, to be opened")
+    return page(diagnose_run(view))
+
+
+def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:
+    from evenkeel.plan.layouts import Gpus
+
+    if not gpus:
+        return _found_here(config)
+    kind = Gpus.parse(gpus)
+    found = check_on_paper_or_refuse(config, has_gpu=True, meant=[kind])
+    if isinstance(found, list):
+        return found, []
+    config, facts = found
+    return worst_first(on_paper(facts, config) + enough(kind, config)), []
+
+
+def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
+    """On this machine, or on the cluster at ray.address; of one that can't be joined the refusal, and what is known without it."""
+    from evenkeel.actors.cluster.cluster import NoClusterError
+    from evenkeel.actors.settings.resolve import asks_for_gpus, refusals
+    from evenkeel.resume_point import with_absolute_paths
+
+    config = with_absolute_paths(config)  # as train names them
+    refused: list[Complaint] = []
+    has_gpu = False
+    try:
+        check_surroundings(config)
+        has_gpu = _has_gpu(config)
+    except ConfigError as error:
+        refused = [Complaint.refusal(error)]
+        if not isinstance(error, NoClusterError) or asks_for_gpus(config):
+            return refused, []  # the rest depends on whether there are GPUs
+    if undecided := list(map(Complaint.refusal, refusals(config, has_gpu=has_gpu))):
+        return refused + undecided, []
+    found = check_on_paper_or_refuse(config, has_gpu=has_gpu)
+    if isinstance(found, list):
+        return worst_first(refused + found + _of_inputs(config, has_model=False)), []
+    config, facts = found
+    told = on_paper(facts, config) + _of_inputs(config)
+    try:
+        nodes = None if refused else _nodes(config, facts)
+    except NoClusterError as error:
+        nodes, refused = None, [Complaint.refusal(error)]
+    if nodes is None:
+        return worst_first(refused + told), []
+    return worst_first(told + on_nodes(nodes, config, facts.shape)), requests(nodes, config)
+
+
+def _of_inputs(config: RunConfig, *, has_model: bool = True) -> list[Complaint]:
+    """What `train` says of all else that a run is given, by the same function. Args: has_model: its config.json could be read."""
+    from evenkeel.preparation import check_inputs, outline  # with transformers, which takes seconds
+
+    lacking: list[EvenkeelError] = []
+    model: Path | None = None
+    if has_model:
+        with kept([]):  # that no prompt has room, which the rules have
+            _ = config.rollout.longest_prompt
+            with kept(lacking):
+                model, _ = outline(config)
+    found = check_inputs(config, model, lacking=lacking).found
+    return [*map(Complaint.refusal, lacking), *found]
+
+
+def _has_gpu(config: RunConfig) -> bool:
+    """As cluster.gpus_there, but of a run on this machine without importing Ray."""
+    if config.ray.address is None:
+        return visible_gpus() > 0
+    from evenkeel.actors.cluster.cluster import gpus_there
+
+    return gpus_there(config, tries=1) > 0
+
+
+def _nodes(config: RunConfig, facts: PaperFacts) -> list[NodeFacts]:
+    if config.ray.address is None:
+        return own_machine(config)
+    from evenkeel.actors.cluster.cluster import Cluster
+
+    with Cluster(config, tries=1):
+        return nodes_of_cluster(config, None if facts.closed_folder else home_of_run(config))

@@ -1,0 +1,173 @@
+"""What is checked of a run before anything of it is made: its devices, its model, its task, its reward."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from evenkeel.actors.cluster.cluster import gpus_there
+from evenkeel.actors.cluster.hub import outline_folder
+from evenkeel.actors.config import RunConfig
+from evenkeel.actors.metrics.exporter import check_addresses
+from evenkeel.actors.pool.scoring import PATIENCE_S
+from evenkeel.actors.processes.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_start
+from evenkeel.actors.record.metric_views import wandb_for
+from evenkeel.actors.settings.devices import check_devices
+from evenkeel.actors.settings.resolve import asks_for_gpus, kept, with_devices
+from evenkeel.correction.errors import EvenkeelError
+from evenkeel.doctor.facts import Complaint
+from evenkeel.doctor.gather import paper_facts
+from evenkeel.doctor.on_paper import on_paper, stop_at_failures
+from evenkeel.doctor.start_checks import config_for_model
+from evenkeel.engines.machine import gc_paused
+from evenkeel.init_model import read_record
+from evenkeel.questions import DISK_OR_HUB, IF_SLOW, questions
+from evenkeel.rollout.rewards.reward_trial import WRONG, trial_notes
+from evenkeel.rollout.rewards.rewards import RewardError, RewardPool
+from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.tasks.tasks import Task, check_task_names
+from evenkeel.rollout.trajectory import Demonstration
+
+
+@gc_paused()  # it imports transformers and the task's library
+def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[RunConfig, Task, list[str]]:
+    """Check a run before anything of it is made.
+
+    Args:
+        resumed_from: model folder of the checkpoint, which has taken the place of config.model, wherever that may be by now.
+    Returns: the resolved configuration, which is what runs; the task; and what to say about it.
+    Raises: DataError, ConfigError; DiskLate.
+    """
+    model, has_weights = (resumed_from, True) if resumed_from else outline(config)
+    config, of_devices = decide_devices(config)
+    check_devices(config)
+    look, limit_s = partial(_read_model, config, model, has_weights=has_weights, is_resumed=bool(resumed_from)), config.deadlines.disk_s
+    what, disk = f"config of {model}", ON_DISK if resumed_from else MODEL_OR_RUN
+    config, of_paper = by_disk_at_start(look, what, disk=disk, computes=True, limit_s=lambda: limit_s)
+    inputs = check_inputs(config, model, is_resumed=bool(resumed_from))
+    assert inputs.task is not None
+    return config, inputs.task, [*of_devices, *map(str, of_paper), *map(str, inputs.found)]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run is given besides its settings and its model, as a start finds it."""
+
+    task: Task | None
+    """None: there is a reason against it."""
+    found: list[Complaint]
+    """Notes and warnings."""
+
+
+@gc_paused()
+def check_inputs(config: RunConfig, model: Path | None, *, is_resumed: bool = False, lacking: list[EvenkeelError] | None = None) -> Inputs:
+    """Look at all that a run is given besides settings and model, as far as nothing has to be started for it: `train` stops at the first
+    reason against the run, `doctor` lists all.
+
+    Args:
+        model: folder with its tokenizer; None: it isn't here, so that no prompt is too long.
+        is_resumed: the model's folder is a checkpoint's.
+        lacking: takes each reason against the run; None: the first is raised.
+    Raises: DataError, ConfigError, DiskLate, if nothing takes the reasons.
+    """
+    encoder, task, found, limit_s = None, None, list[Complaint](), config.deadlines.disk_s
+    with kept(lacking):
+        check_addresses(config.metrics.bind, config.metrics.discovery_port, has_cluster=config.ray.address is not None)
+    with kept(lacking):
+        if config.metrics.wandb_project:
+            wandb_for(config.metrics.wandb_project)
+    if model is not None:
+        with kept(lacking):
+            what, disk = f"tokenizer of {model}", ON_DISK if is_resumed else MODEL_OR_RUN
+            encoder = by_disk_at_start(partial(_encoder, config, model), what, disk=disk, computes=True, limit_s=lambda: limit_s)
+            found += [] if encoder.remark is None else [Complaint("note", encoder.remark)]
+    with kept(lacking):
+        check_task_names(config.rollout.task)
+        task = questions(config.rollout.task, config.deadlines.start_s, encoder)
+    with kept(lacking):
+        found += [Complaint("warn", text) for text in asyncio.run(_try_reward(config, task, is_resumed=is_resumed))]
+    if task is not None:
+        with kept(lacking):
+            # A resumed run has had them checked; what the model was made from need not be there any more.
+            demonstrations = () if is_resumed or model is None else warmup_demonstrations(model, config.deadlines.start_s)
+            report = task.check(demonstrations=demonstrations)
+            found += [Complaint("note", str(report)), *(Complaint("warn", text) for text in report.warnings)]
+            found += [Complaint("warn", f"skipped {row}") for row in report.skipped[:5]]
+    return Inputs(task, found)
+
+
+def _encoder(config: RunConfig, model: Path) -> ChatEncoder:
+    """Raises: DataError, ConfigError."""
+    return ChatEncoder.of_folder(model, config.rollout.task, config.rollout)
+
+
+def outline(config: RunConfig) -> tuple[Path, bool]:
+    """As outline_folder. Raises: as that; DiskLate."""
+    what, limit_s = f"config and tokenizer of {config.model}", config.deadlines.start_s
+    look = partial(outline_folder, config.model)
+    return by_disk_at_start(look, what, disk=DISK_OR_HUB, computes=True, remedy=IF_SLOW, limit_s=lambda: limit_s)
+
+
+def _read_model(config: RunConfig, model: Path, *, has_weights: bool, is_resumed: bool) -> tuple[RunConfig, Sequence[Complaint]]:
+    """What a start reads of the model's config and weights, and of the disk that the run writes to.
+
+    Returns: the configuration with all that follows from the model, and what is to be said.
+    Raises: DataError, ConfigError.
+    """
+    gives_rate = config.learner.is_given("learning_rate")
+    config = config_for_model(config, model, has_weights=has_weights)
+    facts = replace(paper_facts(config, model, is_resumed=is_resumed), gives_rate=gives_rate)
+    of_paper = on_paper(facts, config)
+    stop_at_failures(of_paper)
+    return config, of_paper
+
+
+def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The configuration with every device and type decided, and sentences about it. Raises: ConfigError; EngineError as gpus_there."""
+    has_gpu = gpus_there(config) > 0
+    notes = []
+    if asks_for_gpus(config) and not has_gpu and config.ray.address is not None:
+        notes.append(
+            f"device: auto is the CPU: no node of the cluster at {config.ray.address} offers a GPU by now. To wait for nodes that do, set "
+            "rollout.engine.device and learner.device to cuda"
+        )
+    return with_devices(config, has_gpu=has_gpu), notes
+
+
+async def _try_reward(config: RunConfig, task: Task | None, *, is_resumed: bool) -> list[str]:
+    """Score answers to one held-out question, so that a broken reward function shows before anything is started.
+
+    Args: task: None: none could be read; then the function is only loaded.
+    Returns: what to say of its scores; a sentence if a resumed run's function can be loaded but gives no score: it has scored before, and
+        its judge is waited for.
+    Raises: ConfigError, DataError.
+    """
+    sample, reward = None if task is None else task.held_out_sample(), config.rollout.reward
+    if reward.kind == "function":
+        pool = RewardPool(reward, config.rollout.task)
+        try:
+            scores = await pool.check(sample, WRONG)
+        except RewardError as error:
+            if not (is_resumed and error.is_set_up):
+                raise
+            return [f"{error}. The run has had scores, and goes on: its workers try that again for {PATIENCE_S / 60:.0f} minutes"]
+        finally:
+            await pool.close()
+        if sample is not None and not is_resumed:
+            right = config.evaluation.correct_at
+            return list(trial_notes(scores, has_answer=bool(sample.answer), extraction=reward.extraction, correct_at=right))
+    return []
+
+
+def warmup_demonstrations(model: Path, limit_s: float) -> tuple[Demonstration, ...]:
+    """The questions that a model of `evenkeel init-model` has seen in its supervised start; none for other models.
+
+    Args: limit_s: deadline of reading them, seconds.
+    """
+    record = read_record(model)
+    if record is None or record.source is not None:
+        return ()
+    return questions(record.task, limit_s).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)

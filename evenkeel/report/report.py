@@ -1,0 +1,230 @@
+"""report.html: one self-contained page about a run, from what its folder holds so far."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+import yaml
+
+from evenkeel.actors.carriers import ScatterSample
+from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.metrics.step_metrics import StepMetrics, accuracy, accuracy_of_what, pass_at_most, shown, with_interval
+from evenkeel.actors.record import usual_mismatch
+from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.slowest import slowest_rows
+from evenkeel.actors.record.terminal import duration
+from evenkeel.correction.diagnostics.quantities import Unit
+from evenkeel.correction.early_warning.monitor import ReferenceLevel
+from evenkeel.report.plots import PLOTTED, StepColumns, draw_plots, those_of
+
+T = TypeVar("T")
+_MOST_EVENTS = 200
+_MOST_CLIPPED = 50
+_MOST_SAMPLE_CHARACTERS = 20_000
+_MEDIAN, _MEAN, _LARGEST, _LAST = (", median", statistics.median), (", mean", statistics.fmean), (", largest", max), ("", itemgetter(-1))
+_SUMMARY: tuple[tuple[str, tuple[str, Callable[[Sequence[float]], float]]], ...] = (
+    ("reward/mean", (", last step", itemgetter(-1))),
+    ("reward/accuracy", (", last step", itemgetter(-1))),
+    ("time/step_s", _MEDIAN),
+    ("throughput/rollout_tokens_per_s", _MEDIAN),
+    ("throughput/learner_tokens_per_s", _MEDIAN),
+    ("wait/rollout_share", _MEDIAN),
+    ("wait/learner_share", _MEDIAN),
+    ("length/truncated_share", _MEDIAN),
+    ("groups/no_gradient_share", _MEDIAN),
+    ("mismatch/k3", _LARGEST),
+    ("mismatch/max_abs_log_ratio", _LARGEST),
+    ("mismatch_and_staleness/k3", _LARGEST),
+    ("mismatch_and_staleness/max_abs_log_ratio", _LARGEST),
+    ("sync/probe_max_abs_difference", _LARGEST),
+    ("staleness/max", ("", max)),
+    ("staleness/mixed_version_share", _MEAN),
+    ("groups/trained_total", _LAST),
+    ("groups/discarded_total", _LAST),
+    ("reward/exceptions_total", _LAST),
+    ("reward/timeouts_total", _LAST),
+    ("steps/skipped_total", _LAST),
+    ("steps/overflowed_total", _LAST),
+)
+"""Rows of the summary: the metric; and what is shown of its values in all steps, with words for that which follow the metric's label."""
+_OF_ANSWERS = ("held_out/reward", "held_out/truncated_share")
+_ELAPSED = "time/elapsed_s"
+
+
+def write_report(folder: RunFolder) -> Path:
+    """Write the page of a run, finished or not.
+
+    Returns: path of report.html in the run folder.
+    """
+    wanted = those_of([*PLOTTED, *(name for name, _ in _SUMMARY), _ELAPSED])
+    steps = StepColumns(folder.each_step(wanted))
+    evaluations, events = folder.read_evaluations(), folder.read_events()
+    config, warnings = folder.read_config(), folder.read_monitor_events()
+    notable = [event for event in events if event.level in ("warning", "error")]
+    left_out = list[str]()
+    usual = usual_mismatch.of_folder(folder)
+    page = _template().render(
+        name=config.get("name", folder.path.name),
+        folder=str(folder.path),
+        written=datetime.now().isoformat(sep=" ", timespec="seconds"),
+        version=version("evenkeel"),
+        status=_status(steps, config),
+        headline=_headline(evaluations),
+        summary=summary_rows(steps, evaluations, config, usual),
+        workers=worker_rows(steps),
+        slowest=slowest_rows(folder),
+        plots=draw_plots(steps, evaluations, _part(folder.scatter_path, ScatterSample.load, left_out.append), warnings, usual),
+        clipped=clipped_rows(folder, left_out.append),
+        warnings=warnings[-_MOST_EVENTS:],
+        warnings_left_out=max(0, len(warnings) - _MOST_EVENTS),
+        config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+        notable=notable[-_MOST_EVENTS:],
+        notable_left_out=max(0, len(notable) - _MOST_EVENTS),
+        events=events[-_MOST_EVENTS:],
+        events_left_out=max(0, len(events) - _MOST_EVENTS),
+        samples=_samples(folder),
+        left_out=left_out,
+    )
+    return folder.write_text(folder.report_path.name, page)
+
+
+def summary_rows(
+    steps: StepColumns, evaluations: Sequence[StepMetrics], config: dict[str, Any], usual: ReferenceLevel | None = None
+) -> list[tuple[str, str]]:
+    """Rows (what, value) of the table at the head of the page; a value that isn't known has no row. Args: usual: mismatch of such runs."""
+    rows: list[tuple[str, str]] = []
+    for title, metrics in _first_and_last(evaluations):
+        measured = accuracy(metrics) + accuracy_of_what(metrics)
+        rows.append((f"held-out accuracy {title}", f"{measured} (95 % Wilson), after {metrics.step} steps"))
+        if (best := pass_at_most(metrics)) is not None:
+            rows.append((f"held-out pass@{best[0]} {title}", with_interval(*best[1:])))
+        rows += [(f"{CATALOGUE[name].label} {title}", shown(metrics, name)) for name in _OF_ANSWERS if name in metrics]
+    if (last := steps.last) is None:
+        return rows
+    if _ELAPSED in last.finite():
+        rows.append(("wall time", duration(last[_ELAPSED])))
+    rows.append(("steps", f"{last.step} of {config['steps']}" if "steps" in config else str(last.step)))
+    for name, (which, over_steps) in _SUMMARY:
+        if values := steps.values(name):
+            text = CATALOGUE[name].text(over_steps(values))
+            if name == "mismatch/k3" and usual is not None:
+                text += f" (usual: up to {CATALOGUE[name].number(usual.high)}, {usual.text})"
+            rows.append((CATALOGUE[name].label + which, text))
+    return rows
+
+
+def worker_rows(steps: StepColumns) -> list[tuple[str, str, str, str, str]]:
+    """(name, first and last step, groups, tokens, time waited) of each worker, if there were two or more."""
+    if len(steps.workers) < 2:
+        return []
+    total = sum(worker.tokens for worker in steps.workers.values())
+    return [
+        (
+            name,
+            f"{worker.first_step} to {worker.last_step}",
+            CATALOGUE["worker/groups/"].number(worker.groups),
+            CATALOGUE["worker/tokens/"].number(worker.tokens) + (f" ({Unit.SHARE.number(worker.tokens / total)})" if total else ""),
+            CATALOGUE["worker/wait_share/"].number(worker.waits / worker.steps_with_wait) if worker.steps_with_wait else "",
+        )
+        for name, worker in steps.workers.items()
+    ]
+
+
+def clipped_rows(folder: RunFolder, say: Callable[[str], object] = lambda _: None) -> list[tuple[str, str]]:
+    """(which tokens, the most frequent ones) of what the objective clipped over the run, by the sign of the advantage.
+
+    Args: say: is told of a tokenizer that can't be read.
+    """
+    words = _vocabulary(folder, say)
+    rows = []
+    for sign, counts in folder.read_clipped_tokens().items():
+        if counts:
+            most = (f"{words(token)} {count:,}" for token, count in counts.most_common(_MOST_CLIPPED))
+            rows.append((f"{sign} advantage", ", ".join(most)))
+    return rows
+
+
+def _vocabulary(folder: RunFolder, say: Callable[[str], object]) -> Callable[[int], str]:
+    """The text of a token id; the id itself if the run has no tokenizer of the usual form."""
+
+    def load(path: Path) -> Callable[[int], str]:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(path))
+        return lambda token: repr(tokenizer.decode([token], skip_special_tokens=False))
+
+    return _part(folder.model_path / "tokenizer.json", load, say) or str
+
+
+def _part(path: Path, load: Callable[[Path], T], say: Callable[[str], object]) -> T | None:
+    """What a file has for the page; None if it isn't there, or is damaged, which is said."""
+    if not path.is_file():
+        return None
+    try:
+        return load(path)
+    except Exception as error:  # tokenizers has none of its own, numpy, zipfile and zlib have one each
+        say(f"{path} can't be read, and what the page would have of it is left out: {str(error) or type(error).__name__}")
+        return None
+
+
+def _status(steps: StepColumns, config: dict[str, Any]) -> str:
+    if (last := steps.last) is None:
+        return "No step is finished yet."
+    total = config.get("steps")
+    if total is not None and last.step < int(total):
+        return f"Stands at step {last.step} of {total}."
+    return f"Finished after {last.step} steps."
+
+
+def _headline(evaluations: Sequence[StepMetrics]) -> dict[str, str] | None:
+    """Accuracy before and after, for the head of the page; None before the second evaluation."""
+    pair = dict(_first_and_last(evaluations))
+    if len(pair) < 2:
+        return None
+    before, after = pair["before"], pair["after"]
+    gain = after["held_out/accuracy"] - before["held_out/accuracy"]
+    shown_gain = ("+" if gain >= 0 else "") + CATALOGUE["held_out/accuracy"].number(gain)
+    told = {when: accuracy(metrics) for when, metrics in pair.items()}
+    return {**told, **{f"{when}_on": accuracy_of_what(metrics).strip() for when, metrics in pair.items()}, "gain": shown_gain}
+
+
+def _first_and_last(evaluations: Sequence[StepMetrics]) -> list[tuple[str, StepMetrics]]:
+    known = [metrics for metrics in evaluations if "held_out/accuracy" in metrics]
+    return list(zip(("before", "after"), [known[0], known[-1]] if len(known) > 1 else known, strict=False))
+
+
+def _samples(folder: RunFolder) -> list[tuple[str, str]]:
+    """(title, text) of the first, the middle and the last samples of training, and of the first and last evaluation."""
+    training, held_out = folder.trajectory_files(), folder.trajectory_files("held_out")
+    chosen = dict.fromkeys([files[i] for files, picks in ((training, (0, 0.5, 1)), (held_out, (0, 1))) if files
+                            for i in (round(pick * (len(files) - 1)) for pick in picks)])
+    return [(_sample_title(path), _shortened(path.read_text(errors="replace"))) for path in chosen]
+
+
+def _sample_title(path: Path) -> str:
+    kind, _, step = path.stem.rpartition("_")
+    return f"step {int(step)}" if kind == "step" else f"held-out, after {int(step)} steps"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_SAMPLE_CHARACTERS else text[:_MOST_SAMPLE_CHARACTERS] + "\n[cut here; the rest is in the run folder]"
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("evenkeel.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2")

@@ -1,0 +1,67 @@
+"""The configuration with which a model is asked a task: a recipe's, or one made up around the name of a data set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from evenkeel.actors.config import RunConfig
+from evenkeel.correction.errors import DataError
+from evenkeel.recipe import load_config
+
+LONGEST_ANSWER = 256
+"""Tokens of an answer to a data set that has no recipe, if that is at most a quarter of the model's context."""
+
+
+def is_recipe(task: str) -> bool:
+    """True if a task is given as a recipe's path, not as a data set's name."""
+    return Path(task).suffix in (".yaml", ".yml")
+
+
+def meant_model(model: Path) -> tuple[Path, Path | None]:
+    """The model of a run's folder (its best checkpoint's or, if none was evaluated, the newest's) or of a checkpoint; others as they are.
+
+    Returns: the model's folder; the run's recipe, if it is a run's folder.
+    Raises: DataError for a run without a checkpoint; OSError.
+    """
+    if (model / "hf" / "config.json").is_file():
+        return model / "hf", None
+    if (model / "config.json").exists() or not (model / "config.yaml").is_file():
+        return model, None
+    from evenkeel.actors.record.run_folder import RunFolder
+
+    run = RunFolder.view(model)
+    chosen = run.best_checkpoint() or next(reversed(run.checkpoints()), None)
+    if chosen is None:
+        raise DataError(f"{model}: this run has no checkpoint", remedy="name a model's folder, such as the one that its config.yaml names")
+    return chosen.hf, run.recipe_path
+
+
+def task_config(model: Path, task: str, overrides: Sequence[str], *, problems: int) -> RunConfig:
+    """The recipe's configuration with enough held-out questions; with a bare name, sizes that fit into the model's context.
+
+    Args:
+        model: Hugging Face folder.
+        task: a recipe's path, or the name of a reasoning-gym data set, which is scored by its own scorer.
+        overrides: "dotted.key=value" over all of that.
+    Raises: ConfigError as load_config does.
+    """
+    wanted = [f"model={model}", f"rollout.task.held_out_size={problems}"]
+    if is_recipe(task):
+        return load_config(RunConfig, Path(task), [*wanted, *overrides])
+    kinds = ["rollout.task.kind=reasoning_gym", f"rollout.task.dataset={task}", "rollout.reward.kind=reasoning_gym"]
+    answer = min(LONGEST_ANSWER, max(1, model_context(model) // 4))
+    made_up = ["steps=1", "groups_per_step=1", *kinds, f"rollout.sampling.max_tokens={answer}"]
+    return load_config(RunConfig, None, [*made_up, *wanted, *overrides])
+
+
+def model_context(model: Path) -> int:
+    """Tokens that the model's config.json allows for prompt and answer together; four times the longest answer where it does not say."""
+    try:
+        shape: Any = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return 4 * LONGEST_ANSWER  # what is wrong with the folder is said where it is read
+    shape = shape.get("text_config", shape) if isinstance(shape, dict) else {}
+    return int(shape.get("max_position_embeddings", 4 * LONGEST_ANSWER))
