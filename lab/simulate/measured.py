@@ -44,7 +44,7 @@ def shape_of(config: RunConfig) -> RunShape:
         samples_per_group=rollout.sampling.samples_per_group,
         slots=rollout.slots_per_worker,
         max_running_requests=rollout.engine.max_running_requests,
-        retracts=rollout.engine.weight_transfer_mode == "retract",
+        retracts=rollout.engine.weight_update_mode == "retract",
     )
 
 

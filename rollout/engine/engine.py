@@ -429,7 +429,7 @@ class RolloutEngine:
             version: of the new weights.
             buckets: together the whole model. Each is checked before it is sent: a list or tuple as a whole, before the engine is paused;
                 an iterator bucket by bucket, and the engine stands still while it waits for the second and later ones.
-            mode: overrides rollout.engine.weight_transfer_mode.
+            mode: overrides rollout.engine.weight_update_mode.
         Raises: SyncError, EngineError, DeadlineExceeded. If anything had been sent before, the engine is dirty, or lost.
         """
         self._process.raise_if_lost()

@@ -77,7 +77,7 @@ def test_what_it_cannot_honour_is_refused_before_anything_starts(small_model: Pa
     run_dir = tmp_path / "run"
     said = refused(
         "train", str(RECIPE), f"model={small_model}", f"run_dir={run_dir}", "true_on_policy=true", "learner.threads=3",
-        "rollout.engine.weight_transfer_mode=in_place",
+        "rollout.engine.weight_update_mode=in_place",
     )  # fmt: skip
     assert "learner.threads = 3" in said and "weight_update_mode = in_place" in said
     assert not run_dir.exists()
