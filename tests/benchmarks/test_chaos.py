@@ -212,8 +212,8 @@ def test_a_table_without_a_part_of_the_run_shows_nothing() -> None:
     actors = ("RolloutWorker", "CorrectionService", "LearnerRankActor")
     grown = [Grown.of(name, flat) for name in (*actors, "sglang::scheduler", "evenkeel.attempt")]
     assert conclusions(grown, Slope(0.0, 1.0), 60.0) == []
-    assert conclusions(grown[:2] + grown[3:], Slope(0.0, 1.0), 60.0) == ["trajectory queue: it was not looked at often enough"]
-    assert len(conclusions([], None, 60.0)) == 7
+    assert conclusions(grown[:2] + grown[3:], Slope(0.0, 1.0), 60.0) == ["learner rank: it was not looked at often enough"]
+    assert len(conclusions([], None, 60.0)) == 6
     assert conclusions(grown, Slope(100.0, 1.0), 60.0) == ["shared memory of all processes grows by +100.0 ± 1.0 MiB an hour, more than 60"]
 
 
