@@ -38,8 +38,8 @@ def preset_settings(name: str) -> PresetSettings:
         hint = f"Did you mean {' or '.join(near[:3])}? " if near else ""
         if str(name) in ("none", "off"):
             hint = "Without one it is null: PPO's clip alone, no weights and no rejection. "
-        package = __name__.partition(".")[0]
-        command = "evenkeel presets" if package == "correction" else f"print({package}.presets_table())"
+        package = __name__.removesuffix(".presets.methods")
+        command = "evenkeel presets" if package == "evenkeel.correction" else f"print({package}.presets_table())"
         raise ConfigError(f"preset = {name}: there is no such preset. {hint}`{command}` lists all {len(PRESETS)}.")
     return PRESETS[name].settings
 

@@ -12,7 +12,7 @@ from evenkeel.engines import machine as host_memory
 
 PROGRAM = """
 import ctypes, psutil
-from evenkeel.engines import host_memory
+from evenkeel.engines import machine as host_memory
 libc, size = ctypes.CDLL(None), 100_000
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 blocks = [libc.malloc(size) for _ in range(1000)]

@@ -129,8 +129,8 @@ def judged_ready(words: list[str], program: str = JUDGES, **variables: str) -> t
 
 ON_A_GPU = f"""
 import sys
-from evenkeel import doctor
-from evenkeel.engines import torch_build
+from evenkeel import doctor_command as doctor
+from evenkeel.engines import machine as torch_build
 torch_build._DRIVER, torch_build.torch_build = sys.argv.pop(1), lambda: {{"cuda": "13.0", "hip": None}}
 doctor._nodes, doctor._of_inputs = lambda *_: None, lambda *_: []
 {JUDGES}

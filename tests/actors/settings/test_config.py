@@ -53,7 +53,7 @@ def test_no_number_of_any_section_may_be_infinite_or_beyond_all_measure() -> Non
     seen = set()
     for model in set(sections(RunConfig)):
         for name, is_list in numbers(model):
-            seen.add(f"{model.__module__.split('.')[0]}: {name}")
+            seen.add(f"{model.__module__.split('.')[1]}: {name}")
             for value in (math.inf, -math.inf, math.nan, 10**20, -(10**20)):
                 with pytest.raises(ValidationError) as caught:
                     model.model_validate({name: [value] * 2 if is_list else value})
