@@ -39,7 +39,7 @@ def main() -> None:
 
 def _code_for_parent(error: BaseException | None) -> int | None:
     """None: that of the command line."""
-    from evenkeel.actors.cluster.cluster import NoClusterError
+    from evenkeel.actors.cluster.address import NoClusterError
     from evenkeel.actors.processes.disk_at_start import DiskLate
     from evenkeel.retries import AWAY, NOT_AGAIN
 

@@ -166,7 +166,7 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
 
 def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     """On this machine, or on the cluster at ray.address; of one that can't be joined the refusal, and what is known without it."""
-    from evenkeel.actors.cluster.cluster import NoClusterError
+    from evenkeel.actors.cluster.address import NoClusterError
     from evenkeel.actors.settings.resolve import asks_for_gpus, refusals
     from evenkeel.resume_point import with_absolute_paths
 

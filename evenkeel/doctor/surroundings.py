@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 
-from evenkeel.actors.cluster.cluster import check_ray
+from evenkeel.actors.cluster.address import check_ray
 from evenkeel.actors.config import RunConfig
 from evenkeel.correction.errors import ConfigError
 from evenkeel.doctor.facts import Complaint, Nodes

@@ -15,7 +15,7 @@ import yaml
 
 from evenkeel import attempt
 from evenkeel import training as train
-from evenkeel.actors.cluster.cluster import NoClusterError
+from evenkeel.actors.cluster.address import NoClusterError
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.processes import driver_heartbeat, interrupts
 from evenkeel.actors.processes.disk_at_start import DiskLate

@@ -21,9 +21,9 @@ import pytest
 import ray
 from ray._private import services
 
-from evenkeel.actors.cluster import cluster
-from evenkeel.actors.cluster import cluster as address
-from evenkeel.actors.cluster.cluster import Cluster, NoClusterError, check_ray, gpus_there
+from evenkeel.actors.cluster import address, cluster
+from evenkeel.actors.cluster.address import NoClusterError, check_ray
+from evenkeel.actors.cluster.cluster import Cluster, gpus_there
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.processes import interrupts
 from evenkeel.correction.errors import ConfigError, EngineError
