@@ -13,8 +13,7 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
-from evenkeel.actors.cluster import cluster
-from evenkeel.actors.cluster import cluster as address
+from evenkeel.actors.cluster import address, cluster
 from evenkeel.actors.config import RunConfig
 from evenkeel.cli import app
 from evenkeel.doctor import surroundings
