@@ -20,7 +20,7 @@ from evenkeel.explain import BASICS, explain, explain_lines, nearest_key
 from evenkeel.other_words import MEANT
 from evenkeel.recipe import load_config
 
-NANO = Path(__file__).parents[3] / "recipes" / "nano_spell_backward.yaml"
+NANO = Path(__file__).parents[2] / "recipes" / "nano_spell_backward.yaml"
 
 
 class Part(BaseModel):

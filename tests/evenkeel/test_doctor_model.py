@@ -17,7 +17,7 @@ from evenkeel.preparation import check_inputs
 from evenkeel.recipe import load_config
 from tests.rollout.family_tokenizers import FAMILIES
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "nano_spell_backward.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "nano_spell_backward.yaml"
 
 
 def page(folder: Path, task: str = "", *overrides: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from evenkeel.learner.results import Proximal, StepResult, StepValues
 from tests.actors.known_models import QWEN3_8B, save_config
 from tests.driver_stand_in import stand_in_driver
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "scipy", "pandas", "datasets", "reasoning_gym", "matplotlib")
 """Each of these takes between half a second and five to import."""
 

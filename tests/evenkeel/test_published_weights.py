@@ -18,7 +18,7 @@ from evenkeel.preparation import warmup_demonstrations
 from evenkeel.recipe import load_config
 from tests.learner.test_gguf_folder import published_tokenizer, tiny, write_gguf
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from evenkeel.correction.errors import ConfigError
 from evenkeel.plan.shape import check_is_model
 from evenkeel.recipe import load_config
 
-SMALL = Path(__file__).parents[2] / "e2e" / "small.yaml"
+SMALL = Path(__file__).parents[1] / "e2e" / "small.yaml"
 
 
 def refusal(recipe: Path, *words: str) -> str:

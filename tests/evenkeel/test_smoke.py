@@ -20,7 +20,7 @@ from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B, save_config
 from tests.e2e.launch import RECIPE, refused
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def config_of(*overrides: str, recipe: str = "qwen3_8b_8gpu") -> RunConfig:

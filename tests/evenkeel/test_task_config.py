@@ -49,7 +49,7 @@ def test_a_folder_without_a_usable_config_is_left_to_who_reads_it(tmp_path: Path
 
 
 def test_a_recipe_keeps_its_own_sizes() -> None:
-    recipe = Path(__file__).parents[3] / "recipes" / "nano_chain_sum.yaml"
+    recipe = Path(__file__).parents[2] / "recipes" / "nano_chain_sum.yaml"
     config = task_config(Path("models/none"), str(recipe), [], problems=9)
     assert (config.rollout.sampling.max_tokens, config.rollout.task.held_out_size, str(config.model)) == (8, 9, "models/none")
 
