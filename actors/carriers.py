@@ -1,6 +1,5 @@
-"""What actors and driver send each other: groups, batches and weights. What a part is made with, and what it says of itself, is in
-actors/carriers.py; what crosses packages too in theirs: rollout/trajectory.py, learner/results.py, correction/batch.py,
-engines/.
+"""What actors and driver send each other: groups, batches and weights; what a part is made with, and what it says of itself. What crosses
+packages, too, is in theirs: rollout/trajectory.py, learner/results.py, correction/batch.py, engines/.
 
 Frozen: nothing is changed after it was handed over, and tensors are read-only by agreement.
 """
@@ -278,9 +277,8 @@ class WeightSnapshot:
     """Why the broadcast did not reach all engines; empty: it did, or there was none."""
 
 
-# What a part of a run is made with, and what it says of itself. What travels between parts is in actors/carriers.py.
-#
-# Frozen: nothing is changed after it was handed over.
+# What a part of a run is made with, and what it says of itself.
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:

@@ -1,4 +1,5 @@
-"""Sampled against trained logprobs, bit by bit: at equal weights the mode allows no difference at all."""
+"""Whether both engines computed the same: sampled against trained logprobs, bit by bit, where at equal weights true on-policy allows no
+difference; and whether two processes compute alike at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `auto` means for a device, a number format and a backend, and bounds on kernel caches on a CPU: for engines and the learner alike.
+"""The machine that an engine or the learner computes on: what `auto` means for device, number format and backend, what torch was built for,
+a shared GPU, the host's memory, imports and environment of a process.
 
 Nothing else asks whether a setting is `auto`. A run decides all of these once (actors/settings/resolve.py), and its parts are given what
 was decided; an engine or a learner that is used without a run decides when it starts.

@@ -1,4 +1,5 @@
-"""What a weight tensor is without its values: learner and engine agree on it before an update is sent."""
+"""Weights on their way from learner to engines: what a tensor is without its values, which both agree on before an update is sent; tensors
+in buckets of bytes; their checksums; and their values in float8."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def goes_whole(specs: Sequence[WeightSpec]) -> bool:
     return len(specs) == 1 and specs[0].dtype in ("float32", "bfloat16", "float16")
 
 
-# Weights on their way from the learner to the engines: some tensors, in bytes.
+# Buckets: some tensors, in bytes.
 
 ALIGNMENT = 16
 """Bytes. Every tensor begins at a multiple of it, so that it can be viewed in place, whatever the types of the tensors before it."""

@@ -1,6 +1,6 @@
 """Which checkpoint a run goes on from: the newest one whose files are all as they were written; and what is taken back for it.
 
-A resume goes on from it, and so does a run that goes back to a checkpoint (driver/rollback.py). Nothing in the folder is changed before
+A resume goes on from it, and so does a run that goes back to a checkpoint (driver/recovery.py). Nothing in the folder is changed before
 `take_back`.
 """
 

@@ -207,7 +207,7 @@ class CheckpointWriter:
     async def _remove_damaged(self, why: str, which: Callable[[RunFolder, T], list[Path]], how_far: T) -> bool:
         """Remove some of those that were set aside, and say so. Returns: whether there may be more room now. Raises: DiskLate.
 
-        Args: which: of set_aside.py, with its second argument.
+        Args: which: `superseded` or `to_free` of reader.py, with its second argument.
         """
         try:
             chosen = await self._by_disk("sizes of damaged ones", which, self._folder, how_far)

@@ -29,7 +29,7 @@ from evenkeel.correction.settings.schedule import needs_reference_logprobs
 
 _MOST_LOSSES = 3
 """When the tokens of one group have been lost this many times, the run goes back to its last checkpoint; two losses may be lost nodes.
-Tokens that always come late would otherwise be sampled again for ever; with this the run ends at the fourth rollback (rollback.py), with
+Tokens that always come late would otherwise be sampled again for ever; with this the run ends at the fourth rollback (recovery.py), with
 the remedy. Late groups are not discarded: they are those with the longest answers, and a run without them would learn something else."""
 _JOIN_S = 0.05
 """Seconds for which a drawn group waits, while the learner does, so that others can join it in one call of the service."""

@@ -113,7 +113,7 @@ class Controller:
                 await self._end()
 
     async def _until_done(self) -> RunSummary:
-        """The run from the start of its parts. When one of them dies it is replaced, or the run goes back (rollback.py)."""
+        """The run from the start of its parts. When one of them dies it is replaced, or the run goes back (recovery.py)."""
         failure: BaseException | None = None
         lost = Lost()
         after: Evaluation | None = None

@@ -1,7 +1,7 @@
 """Who of a run's parts is gone: the learner's ranks and the correction service, which hold its state.
 
 A part is gone when Ray has seen its process end, when its heartbeat or its answers stop, or when a rank says that its device or a
-collective has failed. An answer can be lost while all parts live. What the run does then: rollback.py.
+collective has failed. An answer can be lost while all parts live. What the run does then: recovery.py.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ class NoLearning:
         return told + "".join(f". {'For instance' if number == 0 else 'And'}: {one}" for number, one in enumerate(examples))
 
 
-# Reads the answers of a few groups when a run seems unable to learn, has the cause named (no_learning.py), and reports it.
+# Reads the answers of a few groups when a run seems unable to learn, has the cause named, and reports it.
 
 _KEPT = 8
 """Groups whose answers can be looked at: with half of the answers right, one in 2^64 times none of those of 8 groups of 8 is."""

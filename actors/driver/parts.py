@@ -1,6 +1,6 @@
 """The parts that hold a run's state in processes of their own: learner and correction service. They begin at a starting point.
 
-Rollout workers hold none of it, and outlive these: see rollback.py.
+Rollout workers hold none of it, and outlive these: see recovery.py.
 """
 
 from __future__ import annotations

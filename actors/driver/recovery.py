@@ -1,7 +1,7 @@
 """What a run does when a part that holds its state dies: it goes back to its last checkpoint in the same process; the engines stay up.
 
 The parts are the learner's ranks and the correction service. If only the service dies, the driver replaces it at the present step
-(batch_source.py), because it knows what it held. The weights and the optimizer's state of a rank that dies are nowhere else. Then book,
+(batches.py), because it knows what it held. The weights and the optimizer's state of a rank that dies are nowhere else. Then book,
 service and learner start again from the last complete checkpoint, as after a resume: the ledger is cut back to
 it, and the data go on at its position. The same happens if the device of a rank or a collective fails, which ends the rank, if a part dies
 while the run starts, or if an answer of the learner is lost. All steps since the checkpoint are done again. A learner whose ranks are all

@@ -364,10 +364,6 @@ class RolloutPool:
         the event loop's clock."""
         return self._now() if self._scoring.is_pausing else self.members.last_progress()
 
-    def is_moving(self) -> bool:
-        """Whether the pool has made progress within deadlines.batch_s."""
-        return self._now() - self.last_progress() < self._deadlines.batch_s
-
     def _goes_on(self) -> None:
         """Called at the end of a pause that failing rewards have caused."""
         self.members.progress()

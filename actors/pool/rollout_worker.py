@@ -44,7 +44,7 @@ log = logging.getLogger("evenkeel.pool")
 T = TypeVar("T")
 GroupOutcome = GroupFacts | GroupFailure | UnfinishedGroup
 Answer = tuple[GroupOutcome, *tuple[Any, ...]]
-"""The second is a Group | None; with wide fields there is a third, those of its trajectories, or None (payloads.py)."""
+"""The second is a Group | None; with wide fields there is a third, those of its trajectories, or None (tokens.py)."""
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """Errors of one request after which the engine goes on."""
 _ABORT_S = 10.0
@@ -122,7 +122,7 @@ class RolloutWorker:
         A second call for the group while it is sampled waits for the same answer.
         Args: generation: of the run when the group was given out.
         Returns: the outcome; for a finished group also the group itself, which stays in the object store, as its wide fields do
-        (payloads.py).
+        (tokens.py).
         Raises: EngineError kinds, if the engine is dirty or lost; LateError after `follow` and `abort`, and for an older
             generation than the worker's.
         """

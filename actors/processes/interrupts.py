@@ -39,7 +39,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
 NO_CLUSTER = 69
 """Exit code of an attempt of `evenkeel train --retries` that found no Ray cluster, or lost it; EX_UNAVAILABLE of sysexits.h."""
 is_attempt = False
-"""True in a process that is such an attempt (commands/attempt.py)."""
+"""True in a process that is such an attempt (evenkeel/attempt.py)."""
 has_trained = False
 """True once a run of this process is in training; what ends it before comes of its start."""
 _AGAIN_S = 0.05

@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from evenkeel.correction.wide import WidePlace
     from evenkeel.engines.agreement import Processor
     from evenkeel.engines.weights import WeightBucket
-    from evenkeel.learner.learner_rank import LearnerRank
     from evenkeel.learner.results import Proximal, StepResult, StepValues
     from evenkeel.learner.weights.broadcast import WeightBroadcaster
     from evenkeel.learner.weights.export import Staging
@@ -71,11 +70,6 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._processor: Processor | None = None
         self._read: dict[Any, Any] = {}
         """Wide fields of the batch that comes next, by reference."""
-
-    @property
-    def learner(self) -> LearnerRank:
-        """For functions that are called with this actor in its process (evenkeel/doctor/on_ranks.py), once it has started."""
-        return self._learner
 
     @ray.method(concurrency_group=OUT_OF_TURN)
     def address(self) -> tuple[str, int]:

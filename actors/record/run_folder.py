@@ -15,7 +15,7 @@
     stacks/                         where each process stood when a wait was half over (stack_collector.py)
     skipped_batches/                batches whose loss or gradient was not finite: a few (skipped_batches.py)
     scatter.npz                     pi_prox against mu (ScatterSample in actors/carriers.py)
-    checkpoints/step_000050/        hf/ (Hugging Face), state/ (for a resume), manifest.json; step_....damaged: set_aside.py
+    checkpoints/step_000050/        hf/ (Hugging Face), state/ (for a resume), manifest.json; step_....damaged: checkpoints/reader.py
     model/                          config and tokenizer of the model, for engines that start while it runs
     report.html
 

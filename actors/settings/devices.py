@@ -121,7 +121,7 @@ def _unlike_options_of_nccl(config: RunConfig) -> Iterator[ConfigError]:
 def check_types(config: RunConfig) -> None:
     """Refuse engines that hold weights in another type than the learner sends.
 
-    Args: config: with devices and types (derived.py), which refuses types that a device can't compute in.
+    Args: config: with devices and types (resolve.py), which refuses types that a device can't compute in.
     Raises: ConfigError.
     """
     held, sent = config.rollout.engine.dtype, config.learner.dtype

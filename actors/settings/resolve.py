@@ -74,12 +74,6 @@ def asks_for_gpus(config: RunConfig) -> bool:
     return is_open(config.rollout.engine.device, config.learner.device)
 
 
-def needs_gpu(config: RunConfig) -> bool:
-    """Whether a recipe can only be resolved for GPUs: it gives the device cuda, or engines of float8, which is made of bfloat16. Asked
-    where a run is only planned, on a machine that may have none."""
-    return "cuda" in (config.learner.device, config.rollout.engine.device) or config.rollout.engine.has_float8
-
-
 def with_devices(config: RunConfig, *, has_gpu: bool) -> RunConfig:
     """The configuration with devices decided, and with what follows from them and from other settings.
 

@@ -8,7 +8,7 @@ full engine may take long to answer. If newer weights come first, that compariso
 version, in turn, and each one after its first sync.
 
 What was published stays in the object store until the next version is: whoever joins or is to be mended reads it there, and the learner
-has nothing to do with it (publication.py).
+has nothing to do with it (PublishedVersions).
 
 An engine is given up when it is lost, or when three updates in a row have failed in it or had no answer. That the weights themselves are
 late on their way to its node (LateError) is not counted: it goes on waiting for them, with growing pauses.

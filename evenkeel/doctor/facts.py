@@ -62,7 +62,7 @@ class PaperFacts:
     refused: tuple[EvenkeelError, ...] = ()
     """Why `train` would not take the model's config, or settings that go with it (start_checks.py)."""
     lacking: tuple[EvenkeelError, ...] = ()
-    """Why it would not take the weights, or other inputs (commands/preparation.py)."""
+    """Why it would not take the weights, or other inputs (preparation.py)."""
 
 
 @dataclass(frozen=True, slots=True)

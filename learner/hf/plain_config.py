@@ -1,6 +1,6 @@
 """Whether a config.json can be trained, for most of those that can, without transformers: importing it, and torch with it, takes seconds.
 
-If the answer here isn't yes, the caller asks transformers (check_trainable in hf_folder.py), which alone says no, and why.
+If the answer here isn't yes, the caller asks transformers (check_trainable in folder.py), which alone says no, and why.
 """
 
 from __future__ import annotations

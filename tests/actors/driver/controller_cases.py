@@ -71,9 +71,6 @@ class SilentPool:
 
     def learner_waits(self, *_: Any) -> None: ...
 
-    def is_moving(self) -> bool:
-        return False
-
     def last_progress(self) -> float:
         return 0.0
 

@@ -54,14 +54,14 @@ def test_a_resume_looks_at_the_folder_that_it_goes_on_in(tmp_path: Path, monkeyp
 def test_names_of_modules_are_looked_for_where_a_reward_is_and_where_python_looks_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "rollout.py").touch()
-    (tmp_path / "socket.py").touch()
+    for name in ("evenkeel.py", "rollout.py", "socket.py"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     model = save_config(tmp_path, QWEN3_8B)
     gym, own = (with_devices(load_config(RunConfig, recipe, []), has_gpu=False) for recipe in (RECIPES / "nano_spell_backward.yaml", SMALL))
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert paper_facts(gym, model).taken_names == ()
-    assert paper_facts(own, model).taken_names == (f"{tmp_path}/rollout.py", f"{tmp_path}/socket.py")
+    assert paper_facts(own, model).taken_names == (f"{tmp_path}/evenkeel.py", f"{tmp_path}/socket.py")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # evenkeel's own are found first even so
     found = paper_facts(own, model)
     assert (found.taken_names, found.stand_ins) == ((), (f"{tmp_path}/socket.py",))
