@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from evenkeel.actors.carriers import DiscardedGroup, PreparedBatch, Ticket
+from evenkeel.actors.carriers import DiscardedGroup, PackedGroups, PreparedBatch, StoredGroup, Ticket
 from evenkeel.actors.checkpoints.state import open_ledger
 from evenkeel.actors.config import RunConfig
-from evenkeel.actors.driver.batch_ahead import BatchAhead
-from evenkeel.actors.driver.lost_parts import lost_among, while_they_answer
 from evenkeel.actors.driver.parts import SERVICE, StartingPoint, start_service
+from evenkeel.actors.driver.recovery import lost_among, while_they_answer
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.groups.changes import Changes
 from evenkeel.actors.groups.ledger import Ledger
 from evenkeel.actors.groups.snapshot import QueueSnapshot
 from evenkeel.actors.groups.tokens import whole_snapshot
 from evenkeel.actors.pool.pool import RolloutPool
-from evenkeel.actors.processes.supervision import kill, lost_if_late, unless_set, wait_for
+from evenkeel.actors.processes.supervision import abandon, has_failed, kill, lost_if_late, unless_set, wait_for
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import ByDisk
 from evenkeel.actors.record.observer import Observer
@@ -34,10 +35,12 @@ from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.settings.deadlines import new_parts_s
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.errors import ActorLost, EvenkeelError
+from evenkeel.correction.settings.schedule import needs_reference_logprobs
 
 if TYPE_CHECKING:
     from evenkeel.engines.agreement import Agreement
     from evenkeel.learner.results import StepResult
+
 
 _LOOK_S = 0.1
 _SHORTEST_S, _LONGEST_S = 0.25, 1.0
@@ -91,9 +94,9 @@ class BatchSource:
         self.correction = correction
         self.service = start_service(self._config, self.monitor)
 
-    def replace(self, correction: CorrectionConfig, version: int) -> None:
+    async def replace(self, correction: CorrectionConfig, version: int) -> None:
         """Kill the service, take back what was drawn for the batches of `version` and later, and start a new one."""
-        self.stop()
+        await self.stop()
         kill(self.service)
         self.book.take_back(version)
         self.start(correction)
@@ -116,7 +119,7 @@ class BatchSource:
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._observer.event("warning", f"the report goes without its picture of tokens: {error}")
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Prepare no further batch; what is prepared is dropped."""
         if self._ahead is not None:
             self._ahead.drop()
@@ -221,3 +224,268 @@ class BatchSource:
         self.ledger.settle(step, trained=batch.prompt_ids, discarded=discarded, contents=self.book.contents())
         self._observer.note(self.book.delays.read())
         return self.book.counts(), discarded
+
+
+# The batch of one version on its way to the learner. The driver asks service and learner for it; they answer, and ask nobody.
+#
+# Groups are drawn as they finish, while the learner trains the batch before, and the service pulls and unpacks them then. If the correction
+# needs logprobs of the learner's own, for proximal or reference policy, they are asked for in chunks of half a batch or the rest, but only
+# while the learner stands at the batch's version and has nothing else to do: earlier those would be the logprobs of older weights. While
+# rollouts are the bottleneck these forwards are free. Otherwise the whole batch is corrected before the learner comes for it.
+#
+# No tensor comes here: references go from service to learner and back.
+
+_MOST_LOSSES = 3
+"""When the tokens of one group have been lost this many times, the run goes back to its last checkpoint; two losses may be lost nodes.
+Tokens that always come late would otherwise be sampled again for ever; with this the run ends at the fourth rollback (recovery.py), with
+the remedy. Late groups are not discarded: they are those with the longest answers, and a run without them would learn something else."""
+_JOIN_S = 0.05
+"""Seconds for which a drawn group waits, while the learner does, so that others can join it in one call of the service."""
+
+
+class GroupsLost(EvenkeelError):
+    """Groups of the batch can't be read; the learner has not begun to train on it."""
+
+    def __init__(self, why: Mapping[int, str]) -> None:
+        """Args: why: by group id."""
+        super().__init__(f"groups {sorted(why)} are lost")
+        self.why = dict(why)
+
+
+class BatchAhead:
+    """Draws at once, in the background; `completed` needs the learner. One event loop uses it."""
+
+    def __init__(
+        self,
+        version: int,
+        correction: CorrectionConfig,
+        config: RunConfig,
+        book: GroupBook,
+        changes: Changes,
+        ask: Callable[..., Awaitable[Any]],
+        *,
+        gather_s: float,
+    ) -> None:
+        """
+        Args:
+            version: of the learner's weights from which the update will start.
+            correction: of all of the batch, whatever the run's becomes meanwhile.
+            changes: of the book.
+            ask: calls a method of the service by its name, with arguments and `deadline_s`, until it answers.
+            gather_s: seconds for which a drawn group waits for others until the learner does.
+        """
+        self.version, self._correction, self._config, self._ask_service = version, correction, config, ask
+        self._book, self._changes, self._gather_s = book, changes, gather_s
+        self._is_awaited = False
+        """The learner is there."""
+        self._numbers = count()
+        """Of the calls of the service for this batch."""
+        self._groups: dict[int, StoredGroup] = {}
+        """Drawn, and pulled by the service."""
+        self._lost: list[int] = []
+        """Groups that the service has, and that are not in the batch any more."""
+        self._unpacked: list[int] = []
+        """Groups that no forward has been packed for, if forwards are wanted."""
+        self._chunks: list[tuple[list[int], asyncio.Task[PackedGroups]]] = []
+        self._changed = asyncio.Event()
+        """A chunk has been added, or the batch has all of its groups."""
+        self._keeping_s: float | None = None
+        """Seconds that the learner took to keep a copy of its weights; None: it has not been asked to."""
+        learner, every = config.learner, config.learner.report_kl_every
+        self._wants_proximal = learner.needs_proximal_forward(correction)
+        self._wants_reference = needs_reference_logprobs(correction) or (every > 0 and version % every == 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._gathering = asyncio.create_task(self._gather())
+        self._gathering.add_done_callback(self._gathered)
+
+    def _gathered(self, task: asyncio.Task[PreparedBatch | None]) -> None:
+        has_failed(task)  # whoever asks for the batch gets the error
+        self._changed.set()
+
+    def drop(self) -> None:
+        """Nobody wants it any more."""
+        abandon(self._gathering)
+        self._drop_chunks()
+
+    async def completed(
+        self, learner: LearnerGroup, *, step: int, in_time: Callable[[Awaitable[Any]], Awaitable[Any]]
+    ) -> PreparedBatch:
+        """The whole batch, corrected. Until it is there the learner, which stands at its version, is asked for nothing else.
+
+        Args:
+            step: number of the step that will train it.
+            in_time: puts the deadline on a wait for groups.
+        Raises: ActorLost; what `in_time` raises.
+        """
+        self._is_awaited = True
+        self._changes.tell()
+        while True:
+            try:
+                batch = await self._completed(learner, step, in_time)
+            except GroupsLost as error:  # before the learner has begun with them: they are sampled again
+                self._drop_chunks()
+                self._lost += error.why
+                self._groups = {group_id: group for group_id, group in self._groups.items() if group_id not in error.why}
+                self._unpacked = list(self._groups)
+                self._lose(error.why)
+                if self._gathering.done():
+                    self._begin()
+                continue
+            return replace(batch, groups=tuple(self._groups[group_id].facts for group_id in self._group_ids))
+
+    async def _completed(
+        self, learner: LearnerGroup, step: int, in_time: Callable[[Awaitable[Any]], Awaitable[Any]]
+    ) -> PreparedBatch:
+        if self._keeping_s is None and keeps_weights(self._config, self.version):
+            self._keeping_s = await _seconds(learner.keep_weights(self.version, oldest=self.version - self._config.max_staleness))
+        scored: list[Any] = []
+        scored_s = split_s = 0.0
+        while (chunk := await in_time(self._next_chunk(len(scored) // 2))) is not None:
+            began = time.monotonic()
+            scored += await self._scored(learner, chunk, step)
+            scored_s += time.monotonic() - began
+        if (batch := self._gathering.result()) is None:
+            split, split_s = await self._split(learner, step) if splits_gap(self._config, self.version) else (None, 0.0)
+            batch = await self._correct([group_ids for group_ids, _ in self._chunks], split, *scored)
+        batch = replace(batch, proximal_s=scored_s, split_s=split_s + (self._keeping_s or 0.0))
+        if batch.fetch_s:
+            limit_s, correction = batch.fetch_s, self._correction
+            _refuse_lost(await learner.fetch(batch.corrected, correction, step=step, limit_s=limit_s, everything=False))
+        return batch
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    async def _gather(self) -> PreparedBatch | None:
+        """Draw the groups as they finish. Returns: the batch, if the learner is needed for nothing before its step."""
+        places = self._config.groups_per_step
+        while len(self._groups) < places:
+            drawn = await self._draw(places - len(self._groups))
+            lost, self._lost = self._lost, []
+            why: dict[int, str] = await self._ask("pull", drawn, lost)
+            self._lose(why)
+            here = {one.group_id: one for one in drawn if one.group_id not in why}
+            self._groups |= here
+            self._unpacked += here
+            # A few large forwards beat many small ones: one is packed when half a batch or the rest of it is there.
+            is_enough = len(self._unpacked) * 2 >= places or len(self._groups) == places
+            if is_enough and (self._wants_proximal or self._wants_reference):
+                chunk, self._unpacked = self._unpacked, []
+                packing = asyncio.create_task(self._ask("pack", chunk, self._correction))
+                packing.add_done_callback(has_failed)
+                self._chunks.append((chunk, packing))
+                self._changed.set()
+        if self._wants_proximal or self._wants_reference or splits_gap(self._config, self.version):
+            return None
+        return await self._correct([], None)
+
+    async def _draw(self, places: int) -> list[StoredGroup]:
+        """Up to so many groups; waits for the first, and a moment for others: a call of the service costs as much for one as for many."""
+        drawn: list[StoredGroup] = []
+
+        def take() -> bool:
+            drawn.extend(self._book.draw(self.version, places - len(drawn)))
+            return bool(drawn)
+
+        def is_enough() -> bool:
+            return (take() and len(drawn) == places) or self._book.are_all_sampled
+
+        await self._changes.until(take)
+        await self._changes.until(lambda: is_enough() or self._is_awaited, within_s=self._gather_s)
+        await self._changes.until(is_enough, within_s=_JOIN_S)
+        return drawn
+
+    def _lose(self, why: Mapping[int, str]) -> None:
+        """Have drawn groups that can't be read sampled again.
+
+        Raises: ActorLost for a group that was lost _MOST_LOSSES times: lost nodes hardly explain that. The run goes back for it.
+        """
+        if why:
+            self._book.lose(why)
+        for group_id, reason in why.items():
+            if self._book.losses(group_id) >= _MOST_LOSSES:
+                raise ActorLost(
+                    f"group {group_id} was sampled {_MOST_LOSSES} times, and each time its tokens could not be read, at last because they "
+                    f"were {reason}: look at the nodes and the network between them; where they are late, lower deadlines.bytes_per_s"
+                )
+
+    async def _next_chunk(self, number: int) -> PackedGroups | None:
+        """The chunk of this number; None: there are no more. Raises: the error of what goes on in the background."""
+        while len(self._chunks) <= number:
+            if self._gathering.done():
+                self._gathering.result()
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return await self._chunks[number][1]
+
+    def _drop_chunks(self) -> None:
+        for _, packing in self._chunks:
+            abandon(packing)
+        self._chunks = []
+
+    @property
+    def _group_ids(self) -> list[int]:
+        """In the order of the batch, which doesn't depend on who was finished first."""
+        return sorted(self._groups)
+
+    # -- service and learner -----------------------------------------------------------------------------------------
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        limit_s = self._config.deadlines.batch_s  # longer than the tokens of a batch may take
+        return await self._ask_service(method, self.version, next(self._numbers), *arguments, deadline_s=limit_s)
+
+    async def _correct(self, chunks: Sequence[Sequence[int]], split: Any, *scored: Any) -> PreparedBatch:
+        batch: PreparedBatch = await self._ask("correct", self._group_ids, self._correction, chunks, split, *scored)
+        return batch
+
+    async def _scored(self, learner: LearnerGroup, chunk: PackedGroups, step: int) -> tuple[Any, Any]:
+        """References to what the learner says of a chunk, proximal and reference policy; None: not wanted, or it has no token."""
+        proximal = reference = None
+        if chunk.batch is None:
+            return None, None
+        if chunk.fetch_s:
+            _refuse_lost(await learner.fetch(chunk.batch, None, step=step, limit_s=chunk.fetch_s, everything=False))
+        if self._wants_proximal:
+            proximal = await learner.proximal(chunk.batch, version=self.version)
+        if self._wants_reference:
+            reference = await learner.reference_logprobs(chunk.batch, version=self.version)
+        return proximal, reference
+
+    async def _split(self, learner: LearnerGroup, step: int) -> tuple[Any, float]:
+        """Reference to what the learner says of a sample of stale tokens, None if there are none; and the seconds that it took."""
+        config = self._config
+        sample: PackedGroups = await self._ask("sample_stale", self._group_ids, self._correction)
+        if sample.batch is None:
+            return None, 0.0
+        began = time.monotonic()
+        if sample.fetch_s:
+            _refuse_lost(await learner.fetch(sample.batch, None, step=step, limit_s=sample.fetch_s, everything=True))
+        oldest = self.version + config.monitor.split_every - config.max_staleness
+        found = await learner.at_sampling(sample.batch, version=self.version, oldest=oldest)
+        return found, time.monotonic() - began
+
+
+def keeps_weights(config: RunConfig, version: int) -> bool:
+    """Whether a batch whose gap will be split may have tokens of these weights, so that the ranks keep a copy."""
+    every = config.monitor.split_every
+    return every > 0 and every - version % every <= config.max_staleness
+
+
+def splits_gap(config: RunConfig, version: int) -> bool:
+    """Whether the gap of the batch of this version is split."""
+    every = config.monitor.split_every
+    return every > 0 and config.max_staleness > 0 and version % every == 0
+
+
+def _refuse_lost(why: Mapping[int, str]) -> None:
+    """Raises: GroupsLost if there are any."""
+    if why:
+        raise GroupsLost(why)
+
+
+async def _seconds(work: Awaitable[Any]) -> float:
+    began = time.monotonic()
+    await work
+    return time.monotonic() - began

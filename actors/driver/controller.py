@@ -11,7 +11,7 @@ import gc
 import itertools
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,15 +22,23 @@ from evenkeel.actors.carriers import Observation, PreparedBatch
 from evenkeel.actors.checkpoints.state import TrainingState
 from evenkeel.actors.checkpoints.writer import CheckpointWriter
 from evenkeel.actors.cluster.hub import outline_folder
-from evenkeel.actors.cluster.placement import reserve, still_there
+from evenkeel.actors.cluster.placement import RankPlaces, reserve, still_there
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.driver.alarms import AlarmResponse
 from evenkeel.actors.driver.batches import BatchSource
 from evenkeel.actors.driver.evaluation import Evaluations
-from evenkeel.actors.driver.lost_parts import Lost, lost_among, raise_when_lost
 from evenkeel.actors.driver.no_learning import LearningWatch, refuse_unscored
 from evenkeel.actors.driver.parts import StartingPoint, make_sync, start_learner, worker_settings
-from evenkeel.actors.driver.recovery import Rollbacks, end_parts, what_goes_on, what_is_done_again, what_is_lost
+from evenkeel.actors.driver.recovery import (
+    Lost,
+    Rollbacks,
+    end_parts,
+    lost_among,
+    raise_when_lost,
+    what_goes_on,
+    what_is_done_again,
+    what_is_lost,
+)
 from evenkeel.actors.driver.shutdown_signals import ShutdownSignals
 from evenkeel.actors.metrics.held_out import Evaluation
 from evenkeel.actors.pool.elastic import first_workers
@@ -49,16 +57,45 @@ from evenkeel.actors.record.run_event import EventKind
 from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
 from evenkeel.actors.record.step_writer import StepWriter
 from evenkeel.actors.settings.true_on_policy import check_batch
+from evenkeel.actors.weights.weight_sync import WeightSync
 from evenkeel.correction.errors import DataError, EvenkeelError, StepAborted, counted
 from evenkeel.rollout.tasks.tasks import Task
-from evenkeel.rollout.trajectory import FinishReason, SyncReceipt
+from evenkeel.rollout.trajectory import FinishReason, Prompt, SyncReceipt
 
 if TYPE_CHECKING:
     from evenkeel.learner.results import StepResult
 
 
+T = TypeVar("T")
 _BATCH_IS_LATE_S = 0.1  # the last step is reported while the learner waits for a batch, if it waits longer than that
 _END_S = 30.0  # for each of the things that are still to be done when a run ends
+
+
+ENDED_BY_ALARM = 3
+"""Exit code of a run that was ended with a checkpoint by monitor.on_alarm = stop, or because dynamic sampling found too few groups; 1 and
+2 are errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended."""
+
+    steps: int
+    before: Evaluation | None
+    after: Evaluation | None
+    seconds: float
+    stopped_early: bool
+    alarm: str = ""
+    """Why the monitor, or a want of groups, ended it; empty: neither did."""
+    ended_by: int | None = None
+    """The signal that ended it before its last step."""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of `evenkeel train`, whose --help lists them."""
+        if self.alarm:
+            return ENDED_BY_ALARM
+        return 0 if self.ended_by in (None, signal.SIGINT) else interrupts.exit_code(self.ended_by)
 
 
 class Controller:
@@ -74,30 +111,47 @@ class Controller:
         resume_from: tuple[Checkpoint, TrainingState] | None = None,
     ) -> None:
         self._config, self._folder, self._task, self._observer = config, folder, task, observer
+        self._warn = partial(observer.event, "warning")
+        self._by_disk: ByDisk = partial(by_disk, deadlines=config.deadlines, notice=observer.waiting)
+
+        # Where the run stands.
         self._point = StartingPoint(config.model, *(resume_from or ()))
         self._step, self._version = self._point.step, self._point.version
-        self._generation, self._rollbacks = 0, Rollbacks(folder, task)
-        self._parts: dict[str, Any] = {}
-        """Actors without which the run can't go on, by name."""
-        self._kept: LearnerGroup | None = None
-        """A learner that stayed up when the run went back to a checkpoint, and is used again."""
-        self._step_under_way: StepUnderWay | None = None
-        self._are_up = False
-        """All parts have started; from then on the service can be replaced."""
+        self._generation = 0
         self._began = time.monotonic() - self._point.elapsed_s
-        self._watch, self._warn = Stopwatch(), partial(observer.event, "warning")
-        self._announce_end = partial(self._warn, kind=EventKind.ENDING)
-        self._shutdown = ShutdownSignals(self._announce_end, self._on_sigterm, lambda: self._checkpoints.saved_step)
-        self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
-        self._alarm = ""  # why an alarm, or a want of groups, ends the run; empty: none does
-        self._learning, self._no_batch = LearningWatch(config, observer.event, self._short_of_groups), asyncio.Event()
-        self._first_evaluation: Evaluation | None = None
         self._is_begun = self._step > 0  # the evaluation before training is over, or left out
+        self._goes_on = False            # training is under way since this starting point
         self._is_trained = False         # all steps that there will be are done and saved
+        self._first_evaluation: Evaluation | None = None
         self.summary: RunSummary | None = None  # of a run that has done and saved all that it had to
+
+        # What ends it early.
+        self._shutdown = ShutdownSignals(self._announce_end, self._abort_step, lambda: self._checkpoints.saved_step)
+        self._alarm = ""  # why an alarm, or a want of groups, ends the run; empty: none does
+        self._no_batch = asyncio.Event()
+        self._learning = LearningWatch(config, observer.event, self._short_of_groups)
+
+        # Of the whole run. `_start` adds the rollout pool, its evaluations and the places of ranks.
+        self._watch = Stopwatch()
+        self._rollbacks = Rollbacks(folder, task)
         self._steps = StepReporter(observer.steps, service=lambda: self._source.service, on_observed=self._observed)
+        self._held_out: Sequence[Prompt]
+        self._places: RankPlaces
+        self._pool: RolloutPool
+        self._evaluations: Evaluations
+        self._to_end: dict[str, Callable[[], Awaitable[None]]] = {}  # what has been started, and how it ends
+
+        # From one starting point on. `_open_book` and `_start_parts` add the book with the service, the learner and its weight sync.
+        self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines, begins_at=self._step)
-        self._by_disk: ByDisk = partial(by_disk, deadlines=config.deadlines, notice=observer.waiting)
+        self._step_under_way: StepUnderWay | None = None
+        self._parts: dict[str, Any] = {}  # actors without which the run can't go on, by name
+        self._are_up = False  # all of them, with the first weights in an engine: from then on the service can be replaced
+        self._source: BatchSource
+        self._empty_steps: EmptySteps
+        self._learner: LearnerGroup
+        self._kept: LearnerGroup | None = None  # ranks that are up; they may stay when the run goes back to a checkpoint
+        self._sync: WeightSync
 
     async def run(self) -> RunSummary:
         """Train to the configured number of steps, until Ctrl-C, or until an alarm that is to end the run; needs a running Ray.
@@ -112,33 +166,72 @@ class Controller:
             finally:
                 await self._end()
 
+    async def _start(self) -> None:
+        config, observer = self._config, self._observer
+        self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
+        keep = partial(self._folder.keep_model_files, outline_folder(self._point.weights)[0])
+        await self._by_disk(observer.disk.result(keep), "config and tokenizer of the model")
+        workers, ranks = first_workers(config.rollout, config.places), config.learner.world_size
+        observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
+        await self._open_book()
+        self._places = await reserve(config)  # before engines take the GPUs
+        self._start_pool()
+
+    async def _open_book(self) -> None:
+        self._empty_steps = EmptySteps(self._config.max_staleness, self._observer.event)
+        self._source = await BatchSource.opened(self._config, self._point, self._folder, self._observer, self._by_disk)
+        self._source.book.filters &= self._learning.filters  # also after the run has gone back
+
+    def _start_pool(self) -> None:
+        config = self._config
+        self._pool = RolloutPool(
+            worker_settings(config, self._folder.model_path.absolute(), self._held_out[0]),
+            config.deadlines,
+            self._source.book,
+            self._source.changes,
+            self._observer,
+            config.places,
+            self._learning.finished,
+        )
+        self._to_end["pool"] = self._pool.stop
+        self._evaluations = Evaluations(
+            config.evaluation,
+            config.deadlines,
+            self._pool,
+            self._held_out,
+            self._observer,
+            steps=config.steps,
+            counts_from=self._pool.members.attended_since,
+        )
+        self._to_end["evaluations"] = self._evaluations.abandon
+        self._pool.start(has_scored=self._step > 0)
+
     async def _until_done(self) -> RunSummary:
-        """The run from the start of its parts. When one of them dies it is replaced, or the run goes back (recovery.py)."""
-        failure: BaseException | None = None
-        lost = Lost()
-        after: Evaluation | None = None
-        is_replaceable = False
+        """The run from the start of its parts on. When one of them dies it is replaced, or the run goes back (recovery.py)."""
+        prepare: Callable[[], Coroutine[Any, Any, None]] = self._start_parts
         while True:
             try:
-                if failure is None:
-                    await unless_failed(self._start_parts(), self._pool.raise_on_failure())
-                elif is_replaceable:
-                    await unless_failed(self._replace(lost, failure), self._pool.raise_on_failure())
-                else:
-                    await self._withdraw(lost, failure)  # until then the pool's failure is the one that takes the run back
-                    await unless_failed(self._roll_back(), self._pool.raise_on_failure())
-                loss = raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event)
-                training = unless_failed(self._until_trained(goes_on=is_replaceable), loss)
-                await unless_failed(training, self._pool.raise_on_failure())
-                after = await unless_failed(self._evaluate_last(), self._pool.raise_on_failure())
-                break
+                await self._while_pool_works(prepare())
+                await self._while_pool_works(self._while_parts_live(self._until_trained()))
+                after = await self._while_pool_works(self._evaluate_last())
+                return await self._finish(after)
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 failure = error
             lost = await lost_among(self._parts, failure)
-            is_replaceable = self._are_up and self._is_begun and lost.is_replaceable and not self._pool.has_failed
-            if not self._goes_on_after(lost, failure, is_replaced=is_replaceable):
-                break
-        return await self._finish(after)
+            is_replaced = self._are_up and self._is_begun and lost.is_replaceable and not self._pool.has_failed
+            if not self._goes_on_after(lost, failure, is_replaced=is_replaced):
+                return await self._finish(None)
+            if is_replaced:
+                prepare = partial(self._replace, lost, failure)
+            else:
+                prepare = self._roll_back
+                await self._withdraw(lost, failure)  # until then the pool's failure is the one that takes the run back
+
+    async def _while_pool_works(self, work: Coroutine[Any, Any, T]) -> T:
+        return await unless_failed(work, self._pool.raise_on_failure())
+
+    async def _while_parts_live(self, work: Coroutine[Any, Any, T]) -> T:
+        return await unless_failed(work, raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event))
 
     def _goes_on_after(self, lost: Lost, failure: BaseException, *, is_replaced: bool) -> bool:
         """Whether parts are replaced, or the run goes back. If not, all is trained and saved. Raises: what ends the run."""
@@ -157,61 +250,43 @@ class Controller:
             return False
         return True
 
-    async def _until_trained(self, *, goes_on: bool = False) -> None:
-        """Train to the last step, and save it. Args: goes_on: training was under way already, and goes on with replaced parts."""
-        if not self._is_begun:
-            self._first_evaluation = await self._evaluations.whole("before training", self._step, self._version, self._sync)
-            refuse_unscored(self._first_evaluation)
-        self._is_begun = self._shutdown.is_training = interrupts.has_trained = True
-        if not goes_on:
-            gc.freeze()  # a full garbage collection need not walk through all that the imports made
-            self._observer.phase("training")
-            self._observer.training_begins(time.monotonic() - self._began)
-        prompts = map(self._task.train_prompt, itertools.count(self._source.book.admitted))
-        feeding = self._pool.feed(prompts, self._source.take_unfinished(), self._source.ledger.hand_out, self._observer.admitted)
-        await unless_failed(self._train_and_save(), feeding)
-        self._shutdown.is_training, self._is_trained = False, True
+    # -- parts -------------------------------------------------------------------------------------------------------
 
-    async def _finish(self, after: Evaluation | None) -> RunSummary:
-        is_early = self._step < self._config.steps
-        how = time.monotonic() - self._began, is_early, self._alarm, self.ended_by if is_early else None
-        self.summary = RunSummary(self._step, self._first_evaluation, after, *how)
-        self._shutdown.done(self.summary.exit_code)
-        await self._steps.flush()
-        await unless_set(self._shutdown.is_hurried, self._source.keep_scatter())
-        return self.summary
+    async def _start_parts(self) -> None:
+        """Start service and learner at the starting point; return when one engine holds the first weights. Book and pool are there."""
+        config, observer = self._config, self._observer
+        self._source.start(self._alarms.correction)
+        self._to_end["batches"] = self._source.stop
+        self._parts |= self._source.parts
+        if self._kept is None:
+            self._places = await still_there(self._places, config)
+        self._learner, infos = await start_learner(config, self._point, self._places, self._parts, self._kept)
+        self._kept = self._learner
+        for info in infos:
+            observer.joined(info)
+        for level, note in self._alarms.notes():
+            observer.event(level, note)
+        self._sync = make_sync(
+            config,
+            self._learner,
+            self._held_out[0].token_ids,
+            observer,
+            self._pool,
+            generation=self._generation,
+            on_receipt=self._receipt,
+        )
+        self._to_end["weight sync"] = self._sync.close
+        observer.follow(self._pool.members)
+        await self._pool.members.first_worker()
+        observer.doing("sending the first weights to the engines")
+        await self._sync.publish()
+        self._pool.follow(self._sync)
+        await self._sync.receipts(self._version, deadline_s=config.deadlines.receipts_s, is_one_enough=True)
+        self._are_up = True
 
-    @property
-    def ended_by(self) -> int | None:
-        """The signal that has asked for the end."""
-        return self._shutdown.by
-
-    @property
-    def _ends_early(self) -> bool:
-        return self.ended_by is not None or bool(self._alarm)
-
-    async def _train_and_save(self) -> None:
-        await self._train()
-        await self._checkpoints.save_with_retries(self._step, self._save)
-        await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
-
-    async def _roll_back(self) -> None:
-        """Go back to the last checkpoint, when no part of the run is left that could still change something."""
-        reached = {"step": self._step, "version": self._version, "generation": self._generation + 1}
-        await self._by_disk(self._checkpoints.off_disk(), "what it still does for an abandoned checkpoint")
-        self._point, said = await self._rollbacks.found(self._config.model, self._observer.disk, self._observer.event, self._by_disk)
-        self._generation += 1
-        self._warn(what_is_done_again(self._point, **reached))
-        for level, sentence in said:
-            self._observer.event(level, sentence)
-        self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps
-        self._observer.roll_back(self._point.totals, self._step)
-        self._alarms = AlarmResponse(self._config.monitor, self._config.correction, self._point.replacement)
-        of_run = self._config.checkpoint, self._config.deadlines
-        self._checkpoints = CheckpointWriter(self._folder, self._observer, *of_run, begins_at=self._step)
-        await self._open_book()
-        self._pool.serve(self._source.book, self._source.changes, self._generation)
-        await self._start_parts()
+    def _receipt(self, receipt: SyncReceipt) -> None:
+        self._pool.wake()
+        self._observer.receipt(receipt)
 
     async def _replace(self, lost: Lost, failure: BaseException) -> None:
         """Replace the service; learner and engines keep running."""
@@ -220,7 +295,7 @@ class Controller:
         if self._step_under_way is not None and self._step_under_way.has_lost_its_batch:
             self._step_under_way = None
         under_way = self._step_under_way
-        self._source.replace(self._alarms.correction, self._version if under_way is None else under_way.batch.version + 1)
+        await self._source.replace(self._alarms.correction, self._version if under_way is None else under_way.batch.version + 1)
         self._parts |= self._source.parts
         if under_way is None:  # it may have been asked for logprobs
             await self._learner.settled()
@@ -231,19 +306,58 @@ class Controller:
         """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
         self._warn(what_is_lost(lost, failure))
         self._observer.doing(f"{lost} gone: going back to the last checkpoint")
-        self._are_up = False
-        if self._step_under_way is not None:
-            self._step_under_way.drop()
-            self._step_under_way = None
+        self._are_up = self._goes_on = False
+        self._drop_step()
         await self._evaluations.abandon()
         await self._pool.withdraw()
-        self._kept, self._parts = await end_parts(self._parts, getattr(self, "_learner", None), lost, self._observer.waiting)
-        if hasattr(self, "_sync"):
-            await self._sync.close()
+        self._kept, self._parts = await end_parts(self._parts, self._kept, lost, self._observer.waiting)
+        for name in ("batches", "weight sync"):
+            if (end := self._to_end.pop(name, None)) is not None:
+                await end()
         await done_or_reported(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", _END_S, self._warn)
         self._checkpoints.abandon()
         self._steps.abandon()
+
+    async def _roll_back(self) -> None:
+        """Go back to the last checkpoint, when no part of the run is left that could still change something."""
+        step, version = self._step, self._version
+        await self._by_disk(self._checkpoints.off_disk(), "what it still does for an abandoned checkpoint")
+        self._point, said = await self._rollbacks.found(self._config.model, self._observer.disk, self._observer.event, self._by_disk)
+        self._generation += 1
+        self._warn(what_is_done_again(self._point, step=step, version=version, generation=self._generation))
+        for level, sentence in said:
+            self._observer.event(level, sentence)
+        self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps
+        self._observer.roll_back(self._point.totals, self._step)
+        config = self._config
+        self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
+        self._checkpoints = CheckpointWriter(self._folder, self._observer, config.checkpoint, config.deadlines, begins_at=self._step)
+        await self._open_book()
+        self._pool.serve(self._source.book, self._source.changes, self._generation)
+        await self._start_parts()
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    async def _until_trained(self) -> None:
+        """Train to the last step, and save it; with replaced parts this goes on where it was."""
+        if not self._is_begun:
+            self._first_evaluation = await self._evaluations.whole("before training", self._step, self._version, self._sync)
+            refuse_unscored(self._first_evaluation)
+        if not self._goes_on:
+            gc.freeze()  # a full garbage collection need not walk through all that the imports made
+            self._observer.phase("training")
+            self._observer.training_begins(time.monotonic() - self._began)
+        self._is_begun = self._goes_on = self._shutdown.is_training = interrupts.has_trained = True
+        prompts = map(self._task.train_prompt, itertools.count(self._source.book.admitted))
+        feeding = self._pool.feed(prompts, self._source.take_unfinished(), self._source.ledger.hand_out, self._observer.admitted)
+        await unless_failed(self._train_and_save(), feeding)
+        self._shutdown.is_training, self._is_trained = False, True
+
+    async def _train_and_save(self) -> None:
+        await self._train()
+        await self._checkpoints.save_with_retries(self._step, self._save)
+        await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
 
     async def _train(self) -> None:
         while self._step_under_way or (self._step < self._config.steps and not self._ends_early):
@@ -262,35 +376,6 @@ class Controller:
                 await self._save()
             await self._answer_alarms()
 
-    async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
-        result = await self._learn(batch)
-        if (config := self._config).true_on_policy:
-            compared = partial(self._source.compared, batch.version, result)
-            await check_batch(compared, config.true_on_policy_on_difference, step=self._step + 1, observer=self._observer)
-        await self._publish()  # engines take it while we go on
-        return result
-
-    async def _settle(self, batch: PreparedBatch, result: Any) -> None:
-        """Record a finished step in book, ledger and metrics. Args: result: the learner's."""
-        of_step = self._step + 1, self._version, batch, result, self._watch.read()
-        counts, discarded = self._source.settle(self._step + 1, batch, version=self._version, published=self._sync.version)
-        self._step, self._step_under_way = self._step + 1, None
-        self._steps.end_step(partial(self._observer.end_step, *of_step, counts, discarded))
-        self._learning.trained()
-        self._empty_steps.note(self._step, batch, result)
-
-    def _on_sigterm(self) -> None:
-        """Called at SIGTERM, whose sender may kill in a few seconds: abort the step under way, so that finished steps are saved."""
-        self._steps.stop_waiting()
-        self._abort_task = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
-
-    async def _publish(self) -> None:
-        """The new weights, as the next version, if the engines are to have it."""
-        self._version += 1
-        self._observer.trained()
-        if self._version % self._config.weight_sync.every_steps == 0 or self._evaluations.is_due(self._step + 1):
-            await self._sync.publish()
-
     async def _next_batch(self) -> PreparedBatch:
         await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
         self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
@@ -299,11 +384,35 @@ class Controller:
             batch = self._source.next(self._version, self._learner, self._pool, step=self._step)
             return await self._steps.report_during(batch, after_s=_BATCH_IS_LATE_S)
 
+    async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
+        result = await self._learn(batch)
+        if (config := self._config).true_on_policy:
+            compared = partial(self._source.compared, batch.version, result)
+            await check_batch(compared, config.true_on_policy_on_difference, step=self._step + 1, observer=self._observer)
+        await self._publish()  # engines take it while we go on
+        return result
+
     async def _learn(self, batch: PreparedBatch) -> Any:
         self._observer.doing(f"step {self._step + 1} in training; rollouts go on")
         with self._watch.phase("train"):
             # Reported as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
             return await self._steps.report_during(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
+
+    async def _publish(self) -> None:
+        """The new weights, as the next version, if the engines are to have it."""
+        self._version += 1
+        self._observer.trained()
+        if self._version % self._config.weight_sync.every_steps == 0 or self._evaluations.is_due(self._step + 1):
+            await self._sync.publish()
+
+    async def _settle(self, batch: PreparedBatch, result: Any) -> None:
+        """Record a finished step in book, ledger and metrics. Args: result: the learner's."""
+        step, took = self._step + 1, self._watch.read()
+        counts, discarded = self._source.settle(step, batch, version=self._version, published=self._sync.version)
+        self._step, self._step_under_way = step, None
+        self._steps.end_step(partial(self._observer.end_step, step, self._version, batch, result, took, counts, discarded))
+        self._learning.trained()
+        self._empty_steps.note(step, batch, result)
 
     def _observed(self, observation: Observation) -> None:
         self._alarms.take(observation.events)
@@ -333,11 +442,6 @@ class Controller:
             self._alarm = reason
             self._no_batch.set()
 
-    async def _evaluate_last(self) -> Evaluation | None:
-        if self._ends_early:
-            return None
-        return await self._shutdown.unless_interrupted(self._evaluations.whole("after training", self._step, self._version, self._sync))
-
     async def _save(self) -> None:
         """Save a checkpoint. The learner is idle."""
         await self._checkpoints.finished()
@@ -349,77 +453,75 @@ class Controller:
     async def _training_state(self) -> TrainingState:
         queue, monitor = await self._source.saved(self._shutdown.is_hurried)
         mark = await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
-        of_run = self._alarms.replacement, mark, self._task.fingerprint, self._config.model_dump(mode="json")
-        return TrainingState(self._step, self._version, time.monotonic() - self._began, queue, self._observer.totals(), monitor, *of_run)
+        return TrainingState(
+            self._step,
+            self._version,
+            time.monotonic() - self._began,
+            queue,
+            self._observer.totals(),
+            monitor,
+            self._alarms.replacement,
+            mark,
+            self._task.fingerprint,
+            self._config.model_dump(mode="json"),
+        )
 
-    async def _start(self) -> None:
-        config, observer = self._config, self._observer
-        self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
-        keep = partial(self._folder.keep_model_files, outline_folder(self._point.weights)[0])
-        await self._by_disk(observer.disk.result(keep), "config and tokenizer of the model")
-        workers, ranks = first_workers(config.rollout, config.places), config.learner.world_size
-        observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
-        await self._open_book()
-        self._places = await reserve(config)  # before engines take the GPUs
-        self._start_pool()
+    # -- the end -----------------------------------------------------------------------------------------------------
 
-    async def _open_book(self) -> None:
-        self._empty_steps = EmptySteps(self._config.max_staleness, self._observer.event)
-        self._source = await BatchSource.opened(self._config, self._point, self._folder, self._observer, self._by_disk)
-        self._source.book.filters &= self._learning.filters  # also after the run has gone back
+    @property
+    def ended_by(self) -> int | None:
+        """The signal that has asked for the end."""
+        return self._shutdown.by
 
-    async def _start_parts(self) -> None:
-        """Start service and learner at the starting point; return when one engine holds the first weights. Book and pool are there."""
-        config, observer = self._config, self._observer
-        self._source.start(self._alarms.correction)
-        self._parts |= self._source.parts
-        self._places = self._places if self._kept else await still_there(self._places, config)
-        self._learner, infos = await start_learner(config, self._point, self._places, self._parts, self._kept)
-        for info in infos:
-            observer.joined(info)
-        for level, note in self._alarms.notes():
-            observer.event(level, note)
-        probe_ids, pool = self._held_out[0].token_ids, self._pool
-        self._sync = make_sync(config, self._learner, probe_ids, observer, pool, generation=self._generation, on_receipt=self._receipt)
-        observer.follow(self._pool.members)
-        await self._first_sync()
-        self._are_up = True
+    @property
+    def _ends_early(self) -> bool:
+        return self.ended_by is not None or bool(self._alarm)
 
-    def _start_pool(self) -> None:
-        config = self._config
-        settings = worker_settings(config, self._folder.model_path.absolute(), self._held_out[0])
-        of_run = self._source.book, self._source.changes, self._observer, config.places, self._learning.finished
-        self._pool = RolloutPool(settings, config.deadlines, *of_run)
-        self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, self._held_out, self._observer, steps=config.steps)
-        self._evaluations.counts_from = self._pool.members.attended_since
-        self._pool.start(has_scored=self._step > 0)
+    def _announce_end(self, text: str) -> None:
+        self._warn(text, kind=EventKind.ENDING)
 
-    def _receipt(self, receipt: SyncReceipt) -> None:
-        self._pool.wake()
-        self._observer.receipt(receipt)
+    def _abort_step(self) -> None:
+        """Called at SIGTERM, whose sender may kill in a few seconds: abort the step under way, so that finished steps are saved."""
+        self._steps.stop_waiting()
+        self._aborting = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
 
-    async def _first_sync(self) -> None:
-        await self._pool.members.first_worker()
-        self._observer.doing("sending the first weights to the engines")
-        await self._sync.publish()
-        self._pool.follow(self._sync)
-        await self._sync.receipts(self._version, deadline_s=self._config.deadlines.receipts_s, is_one_enough=True)
+    def _drop_step(self) -> None:
+        if self._step_under_way is not None:
+            self._step_under_way.drop()
+            self._step_under_way = None
+
+    async def _evaluate_last(self) -> Evaluation | None:
+        if self._ends_early:
+            return None
+        return await self._shutdown.unless_interrupted(self._evaluations.whole("after training", self._step, self._version, self._sync))
+
+    async def _finish(self, after: Evaluation | None) -> RunSummary:
+        is_early = self._step < self._config.steps
+        self.summary = RunSummary(
+            self._step,
+            self._first_evaluation,
+            after,
+            seconds=time.monotonic() - self._began,
+            stopped_early=is_early,
+            alarm=self._alarm,
+            ended_by=self.ended_by if is_early else None,
+        )
+        self._shutdown.done(self.summary.exit_code)
+        await self._steps.flush()
+        await unless_set(self._shutdown.is_hurried, self._source.keep_scatter())
+        return self.summary
 
     async def _end(self) -> None:
         """Stop all parts that were started. A checkpoint that is being written is finished first, unless the run ends at once."""
         self._observer.doing("ending")
-        if self._step_under_way is not None:
-            self._step_under_way.drop()
+        self._drop_step()
         if not (at_once := self._shutdown.is_at_once):
             await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
         self._checkpoints.abandon()
-        if hasattr(self, "_source"):
-            self._source.stop()
-        for part, how in (("_evaluations", "abandon"), ("_sync", "close"), ("_pool", "stop")):
-            if (one := getattr(self, part, None)) is not None:  # it was started
-                with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
-                    await wait_for(getattr(one, how)(), f"end of {part.strip('_')}", deadline_s=_END_S)
+        for name, end in reversed(self._to_end.items()):
+            with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
+                await wait_for(end(), f"end of {name}", deadline_s=_END_S)
         kill(*self._parts.values())
 
 
@@ -471,8 +573,6 @@ def _why_nothing_was_left(batch: PreparedBatch, result: StepResult) -> str:
     return ""
 
 
-# The step that the learner is training, as a task, while the loop does other things.
-
 class StepUnderWay:
     """A step from the moment in which the learner gets its batch until ledger and book have recorded it."""
 
@@ -498,11 +598,6 @@ class StepUnderWay:
     @property
     def _is_aborted(self) -> bool:
         return not self._learning.cancelled() and isinstance(self._learning.exception(), StepAborted)
-
-
-# Reports finished steps during the next one, so that neither the learner nor the loop waits for their lines to be written.
-
-T = TypeVar("T")
 
 
 class StepReporter:
@@ -563,36 +658,6 @@ class StepReporter:
         return reported()
 
 
-# How a run ended, for the command line.
-
-ENDED_BY_ALARM = 3
-"""Exit code of a run that was ended with a checkpoint by monitor.on_alarm = stop, or because dynamic sampling found too few groups; 1 and
-2 are errors."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """How a run ended."""
-
-    steps: int
-    before: Evaluation | None
-    after: Evaluation | None
-    seconds: float
-    stopped_early: bool
-    alarm: str = ""
-    """Why the monitor, or a want of groups, ended it; empty: neither did."""
-    ended_by: int | None = None
-    """The signal that ended it before its last step."""
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code of `evenkeel train`, whose --help lists them."""
-        if self.alarm:
-            return ENDED_BY_ALARM
-        return 0 if self.ended_by in (None, signal.SIGINT) else interrupts.exit_code(self.ended_by)
-
-
-# Runs the controller in an event loop: with threads that can't keep the process alive, and signs of life for whoever watches it.
 
 def run_controller(controller: Controller, *, silence_s: float) -> RunSummary:
     """The run, to its end. Args: silence_s: after so long without a sign of life it counts as hung.

@@ -91,13 +91,16 @@ class Evaluations:
         observer: EvaluationObserver,
         *,
         steps: int,
+        counts_from: Callable[[], float] | None = None,
     ) -> None:
-        """Args: steps: of the run; after the last one there is no evaluation during training."""
+        """
+        Args:
+            steps: of the run; after the last one there is no evaluation during training.
+            counts_from: time of the event loop before which nobody was there to answer.
+        """
         self._settings, self._deadlines, self._answerer, self._prompts = settings, deadlines, answerer, prompts
-        self._observer, self._steps = observer, steps
+        self._observer, self._steps, self._counts_from = observer, steps, counts_from
         self._during_training: asyncio.Task[Evaluation] | None = None
-        self.counts_from: Callable[[], float] | None = None
-        """Time of the event loop before which nobody was there to answer."""
 
     def is_due(self, step: int) -> bool:
         """Whether an evaluation during training begins after this step."""
@@ -158,7 +161,7 @@ class Evaluations:
             self._evaluate(prompts, step),
             f"{what}, weights v{version} <- rollout workers",
             deadline_s=self._deadlines.evaluation_s,
-            counts_from=self.counts_from,
+            counts_from=self._counts_from,
             notice_s=self._deadlines.notice_s,
             notice=self._observer.waiting,
         )

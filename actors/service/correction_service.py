@@ -1,6 +1,6 @@
 """The correction service: whole training batches, packed and corrected; diagnostics and early warning behind them.
 
-It answers the driver (actors/driver/batch_ahead.py) and asks nobody. What takes long (unpacking, packing, correcting, diagnosing) runs in
+It answers the driver (actors/driver/batches.py) and asks nobody. What takes long (unpacking, packing, correcting, diagnosing) runs in
 threads, so that it pulls the next batch's groups while it diagnoses the last one. One batch is diagnosed after the other; where that takes
 longer than a step, one waits for its turn and the next ones are left out.
 """

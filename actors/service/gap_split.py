@@ -2,7 +2,7 @@
 
 A token of version v was sampled by the engine at weights v. What the learner says of it at weights v differs from that by the mismatch
 alone; what it says at the weights where the update starts, by staleness as well. So the ranks keep copies of the versions that such a batch
-may hold (actors/driver/batch_ahead.py).
+may hold (actors/driver/batches.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from evenkeel.actors.driver.lost_parts import Lost, lost_among, lost_answer
+from evenkeel.actors.driver.recovery import Lost, lost_among, lost_answer
 from evenkeel.actors.processes.supervision import wait_for
 from evenkeel.actors.record.run_folder import RunFolder
 from tests.e2e.cluster import RunningCluster, ray_cluster

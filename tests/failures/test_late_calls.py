@@ -22,7 +22,7 @@ import ray
 
 from benchmarks.control_plane_actors import ReplayedRun, ReplayedShape
 from benchmarks.late_calls import LateCalls
-from evenkeel.actors.driver.lost_parts import while_they_answer
+from evenkeel.actors.driver.recovery import while_they_answer
 from evenkeel.actors.processes.supervision import unless_failed
 from evenkeel.actors.record.run_event import EventKind
 from tests.e2e.launch import ROOT

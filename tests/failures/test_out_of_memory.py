@@ -12,7 +12,7 @@ import ray
 import ray.exceptions
 from ray.cluster_utils import Cluster
 
-from evenkeel.actors.driver.lost_parts import Lost, lost_among
+from evenkeel.actors.driver.recovery import Lost, lost_among
 from evenkeel.actors.processes.supervision import wait_for
 from evenkeel.correction.errors import ActorLost
 from tests.ray_sessions import leave_ray

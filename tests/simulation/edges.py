@@ -19,7 +19,7 @@ import evenkeel.learner.hf.folder
 import evenkeel.learner.weights.checkpoint_files
 import evenkeel.learner.weights.file_sums
 from evenkeel.actors.checkpoints import reader as checkpoint_reader
-from evenkeel.actors.driver import lost_parts
+from evenkeel.actors.driver import recovery as lost_parts
 from evenkeel.actors.processes import interrupts
 from evenkeel.actors.record import retrying_writer
 from evenkeel.rollout.rewards.rewards import RewardError

@@ -12,8 +12,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from evenkeel.actors.driver.lost_parts import Lost, lost_among, lost_answer, while_they_answer
-from evenkeel.actors.driver.recovery import what_is_lost
+from evenkeel.actors.driver.recovery import Lost, lost_among, lost_answer, what_is_lost, while_they_answer
 from evenkeel.actors.processes.supervision import wait_for
 from evenkeel.correction.errors import ActorLost, DeadlineExceeded, RankFailed
 from tests.actors.driver.test_lost_parts import ALIVE, GONE, Part
@@ -21,7 +20,7 @@ from tests.actors.driver.test_lost_parts import ALIVE, GONE, Part
 
 def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, a queue that was late by a few seconds more than the deadline ended the run, as nothing of it was lost."""
-    monkeypatch.setattr("evenkeel.actors.driver.lost_parts._ANSWER_S", 0.2)
+    monkeypatch.setattr("evenkeel.actors.driver.recovery._ANSWER_S", 0.2)
     told: list[str] = []
     pauses = [1.0, 1.0, 0.0]
 
@@ -42,7 +41,7 @@ def test_a_call_that_is_late_is_made_again_if_all_answer_by_then(monkeypatch: py
 
 
 def test_a_call_that_hangs_in_an_actor_that_answers_ends_with_its_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenkeel.actors.driver.lost_parts._ANSWER_S", 0.2)
+    monkeypatch.setattr("evenkeel.actors.driver.recovery._ANSWER_S", 0.2)
     told: list[str] = []
     hangs = while_they_answer(
         {"queue": Part(ALIVE)}, lambda: asyncio.sleep(60.0), "advance", deadline_s=0.01, notify=lambda _, text: told.append(text)
@@ -90,7 +89,7 @@ def test_a_full_store_is_said_of_an_answer_as_well() -> None:
 
 def test_a_rank_that_has_failed_is_lost_unless_another_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that lives may say only that its connection to a dead one was closed."""
-    monkeypatch.setattr("evenkeel.actors.driver.lost_parts._ANSWER_S", 0.2)
+    monkeypatch.setattr("evenkeel.actors.driver.recovery._ANSWER_S", 0.2)
     error = RankFailed("learner rank 0: its device or a collective has failed in step", rank="learner rank 0")
     for other, expected in ((ALIVE, "learner rank 0"), ("silent", "learner rank 0"), (GONE, "learner rank 1")):  # it may wait in that call
         parts = {"correction service": Part(ALIVE), "learner rank 0": Part(ALIVE), "learner rank 1": Part(other)}

@@ -16,9 +16,8 @@ from evenkeel.actors.carriers import WorkerSettings
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.driver.batches import BatchSource
 from evenkeel.actors.driver.controller import Controller
-from evenkeel.actors.driver.lost_parts import Lost
 from evenkeel.actors.driver.parts import StartingPoint
-from evenkeel.actors.driver.recovery import Rollbacks
+from evenkeel.actors.driver.recovery import Lost, Rollbacks
 from evenkeel.actors.groups.ledger import Ledger
 from evenkeel.actors.groups.snapshot import QueueSnapshot
 from evenkeel.actors.pool.pool import RolloutPool

@@ -13,7 +13,7 @@ from ray.exceptions import (
     RayActorError,
 )
 
-from evenkeel.actors.driver.lost_parts import Lost, lost_among, raise_when_lost
+from evenkeel.actors.driver.recovery import Lost, lost_among, raise_when_lost
 from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError
 
 
@@ -46,8 +46,8 @@ UNREACHABLE = ActorUnavailableError("for now", None)
 
 @pytest.fixture(autouse=True)
 def without_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenkeel.actors.driver.lost_parts._ANSWER_S", 1.5)
-    monkeypatch.setattr("evenkeel.actors.driver.lost_parts._LOOK_S", 0.01)
+    monkeypatch.setattr("evenkeel.actors.driver.recovery._ANSWER_S", 1.5)
+    monkeypatch.setattr("evenkeel.actors.driver.recovery._LOOK_S", 0.01)
 
 
 @pytest.mark.parametrize(

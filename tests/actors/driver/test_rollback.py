@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from evenkeel.actors.carriers import StoredGroup
-from evenkeel.actors.driver.batch_ahead import BatchAhead
-from evenkeel.actors.driver.lost_parts import Lost, lost_among
+from evenkeel.actors.driver.batches import BatchAhead
 from evenkeel.actors.driver.parts import StartingPoint, start_learner
-from evenkeel.actors.driver.recovery import MOST_ROLLBACKS, Rollbacks, end_parts
+from evenkeel.actors.driver.recovery import MOST_ROLLBACKS, Lost, Rollbacks, end_parts, lost_among
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.groups.tokens import LATE
 from evenkeel.actors.pool.rollout_worker import RolloutWorker

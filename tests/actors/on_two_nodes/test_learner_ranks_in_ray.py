@@ -26,9 +26,8 @@ from ray.cluster_utils import Cluster
 from evenkeel.actors.carriers import ExportPlan
 from evenkeel.actors.cluster.placement import RankPlaces
 from evenkeel.actors.config import WeightSyncConfig
-from evenkeel.actors.driver.lost_parts import Lost, lost_answer
 from evenkeel.actors.driver.parts import StartingPoint, start_learner
-from evenkeel.actors.driver.recovery import end_parts
+from evenkeel.actors.driver.recovery import Lost, end_parts, lost_answer
 from evenkeel.actors.groups.tokens import checksums_of
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.weights.weight_sync import SyncCallbacks, SyncTarget, WeightSync

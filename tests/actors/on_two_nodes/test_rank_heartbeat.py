@@ -19,7 +19,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from evenkeel.actors.driver.lost_parts import Lost, lost_among, raise_when_lost
+from evenkeel.actors.driver.recovery import Lost, lost_among, raise_when_lost
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.correction.correct import defer
 from evenkeel.correction.errors import ActorLost

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evenkeel.actors.carriers import PreparedBatch
 from evenkeel.actors.config import EarlyWarningConfig, RunConfig
-from evenkeel.actors.driver.batch_ahead import keeps_weights, splits_gap
+from evenkeel.actors.driver.batches import keeps_weights, splits_gap
 from evenkeel.actors.service import correction_service
 from evenkeel.correction.batch import FinalDecision, PackedBatch
 from evenkeel.correction.config import CorrectionConfig
