@@ -94,9 +94,9 @@ class BatchSource:
         self.correction = correction
         self.service = start_service(self._config, self.monitor)
 
-    async def replace(self, correction: CorrectionConfig, version: int) -> None:
+    def replace(self, correction: CorrectionConfig, version: int) -> None:
         """Kill the service, take back what was drawn for the batches of `version` and later, and start a new one."""
-        await self.stop()
+        self.stop()
         kill(self.service)
         self.book.take_back(version)
         self.start(correction)
@@ -119,7 +119,7 @@ class BatchSource:
         except (EvenkeelError, ray.exceptions.RayError) as error:
             self._observer.event("warning", f"the report goes without its picture of tokens: {error}")
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Prepare no further batch; what is prepared is dropped."""
         if self._ahead is not None:
             self._ahead.drop()

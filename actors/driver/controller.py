@@ -139,12 +139,13 @@ class Controller:
         self._places: RankPlaces
         self._pool: RolloutPool
         self._evaluations: Evaluations
-        self._to_end: dict[str, Callable[[], Awaitable[None]]] = {}  # what has been started, and how it ends
+        self._ends = contextlib.AsyncExitStack()  # of what has been started
 
         # From one starting point on. `_open_book` and `_start_parts` add the book with the service, the learner and its weight sync.
         self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
         self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines, begins_at=self._step)
         self._step_under_way: StepUnderWay | None = None
+        self._ends_of_parts = contextlib.AsyncExitStack()
         self._parts: dict[str, Any] = {}  # actors without which the run can't go on, by name
         self._are_up = False  # all of them, with the first weights in an engine: from then on the service can be replaced
         self._source: BatchSource
@@ -193,7 +194,7 @@ class Controller:
             config.places,
             self._learning.finished,
         )
-        self._to_end["pool"] = self._pool.stop
+        self._ends.push_async_callback(self._ended, "pool", self._pool.stop)
         self._evaluations = Evaluations(
             config.evaluation,
             config.deadlines,
@@ -203,29 +204,31 @@ class Controller:
             steps=config.steps,
             counts_from=self._pool.members.attended_since,
         )
-        self._to_end["evaluations"] = self._evaluations.abandon
+        self._ends.push_async_callback(self._ended, "evaluations", self._evaluations.abandon)
         self._pool.start(has_scored=self._step > 0)
 
     async def _until_done(self) -> RunSummary:
         """The run from the start of its parts on. When one of them dies it is replaced, or the run goes back (recovery.py)."""
         prepare: Callable[[], Coroutine[Any, Any, None]] = self._start_parts
+        after: Evaluation | None = None
         while True:
             try:
                 await self._while_pool_works(prepare())
                 await self._while_pool_works(self._while_parts_live(self._until_trained()))
                 after = await self._while_pool_works(self._evaluate_last())
-                return await self._finish(after)
+                break
             except (EvenkeelError, ray.exceptions.RayError) as error:
                 failure = error
             lost = await lost_among(self._parts, failure)
             is_replaced = self._are_up and self._is_begun and lost.is_replaceable and not self._pool.has_failed
             if not self._goes_on_after(lost, failure, is_replaced=is_replaced):
-                return await self._finish(None)
+                break
             if is_replaced:
                 prepare = partial(self._replace, lost, failure)
             else:
                 prepare = self._roll_back
                 await self._withdraw(lost, failure)  # until then the pool's failure is the one that takes the run back
+        return await self._finish(after)
 
     async def _while_pool_works(self, work: Coroutine[Any, Any, T]) -> T:
         return await unless_failed(work, self._pool.raise_on_failure())
@@ -256,7 +259,7 @@ class Controller:
         """Start service and learner at the starting point; return when one engine holds the first weights. Book and pool are there."""
         config, observer = self._config, self._observer
         self._source.start(self._alarms.correction)
-        self._to_end["batches"] = self._source.stop
+        self._ends_of_parts.callback(self._source.stop)
         self._parts |= self._source.parts
         if self._kept is None:
             self._places = await still_there(self._places, config)
@@ -275,7 +278,7 @@ class Controller:
             generation=self._generation,
             on_receipt=self._receipt,
         )
-        self._to_end["weight sync"] = self._sync.close
+        self._ends_of_parts.push_async_callback(self._ended, "weight sync", self._sync.close)
         observer.follow(self._pool.members)
         await self._pool.members.first_worker()
         observer.doing("sending the first weights to the engines")
@@ -295,7 +298,7 @@ class Controller:
         if self._step_under_way is not None and self._step_under_way.has_lost_its_batch:
             self._step_under_way = None
         under_way = self._step_under_way
-        await self._source.replace(self._alarms.correction, self._version if under_way is None else under_way.batch.version + 1)
+        self._source.replace(self._alarms.correction, self._version if under_way is None else under_way.batch.version + 1)
         self._parts |= self._source.parts
         if under_way is None:  # it may have been asked for logprobs
             await self._learner.settled()
@@ -311,9 +314,7 @@ class Controller:
         await self._evaluations.abandon()
         await self._pool.withdraw()
         self._kept, self._parts = await end_parts(self._parts, self._kept, lost, self._observer.waiting)
-        for name in ("batches", "weight sync"):
-            if (end := self._to_end.pop(name, None)) is not None:
-                await end()
+        await self._ends_of_parts.aclose()
         await done_or_reported(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", _END_S, self._warn)
         self._checkpoints.abandon()
@@ -519,10 +520,13 @@ class Controller:
             await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
         await done_or_reported(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
         self._checkpoints.abandon()
-        for name, end in reversed(self._to_end.items()):
-            with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
-                await wait_for(end(), f"end of {name}", deadline_s=_END_S)
+        await self._ends_of_parts.aclose()
+        await self._ends.aclose()
         kill(*self._parts.values())
+
+    async def _ended(self, name: str, end: Callable[[], Awaitable[None]]) -> None:
+        with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
+            await wait_for(end(), f"end of {name}", deadline_s=_END_S)
 
 
 # Steps whose batch had no token left to train on: each is reported, and too many in a row end the run.
