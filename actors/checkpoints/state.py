@@ -231,7 +231,7 @@ def as_plain(value: Any, columns: Columns) -> Any:
 
 
 def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Mapping[str, Any]) -> Any:
-    """The value of that type again. Fields that it doesn't have are left out: earlier versions had some that nothing reads any more.
+    """The value of that type again.
 
     Args:
         names: types that the annotations name and that are not imported where they stand.
@@ -249,15 +249,11 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
         return {of_plain(inner[0], key, columns, names): of_plain(inner[1], item, columns, names) for key, item in plain.items()}
     if origin is _Array:
         code = {int: "i", float: "f"}[inner[0]]
-        if not isinstance(plain, dict):  # earlier versions had tuples here, and an empty one as such
-            return array(code, plain)
         row, typecode = _row(plain, columns), _TYPECODE.get(plain[_ROW][0])
         return array(typecode, row.tobytes()) if typecode else array(code, row.astype(code).tobytes())
     if dataclasses.is_dataclass(kind):
         hints = _types_of_fields(typing.cast(type, kind), tuple(names.items()))
-        if isinstance(plain, list):  # earlier versions had a tuple of the same values here
-            plain = dict(zip(hints, plain, strict=True))
-        given = {name: of_plain(hints[name], item, columns, names) for name, item in plain.items() if name in hints}
+        given = {name: of_plain(hints[name], item, columns, names) for name, item in plain.items()}
         return typing.cast(Any, kind)(**given)
     if kind is float:
         return float(plain)
