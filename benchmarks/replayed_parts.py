@@ -306,10 +306,10 @@ class ReplayPool(RolloutPool):
     def __init__(self, *of_pool: Any) -> None:
         """Args: of_pool: as of RolloutPool."""
         super().__init__(*of_pool)
-        self.members.create = self._create
+        self.create = self._create
 
     def joined_names(self) -> list[str]:
-        return [worker.name for worker in self.members.joined()]
+        return [worker.name for worker in self.joined()]
 
     async def end_engine(self, name: str) -> None:
         """Of a worker, with what it has under way."""

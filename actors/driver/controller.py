@@ -41,8 +41,8 @@ from evenkeel.actors.driver.recovery import (
 )
 from evenkeel.actors.driver.shutdown_signals import ShutdownSignals
 from evenkeel.actors.metrics.held_out import Evaluation
-from evenkeel.actors.pool.elastic import first_workers
 from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.actors.pool.scaling import first_workers
 from evenkeel.actors.processes import interrupts
 from evenkeel.actors.processes.daemon_threads import DaemonThreads
 from evenkeel.actors.processes.driver_heartbeat import beating
@@ -202,7 +202,7 @@ class Controller:
             self._held_out,
             self._observer,
             steps=config.steps,
-            counts_from=self._pool.members.attended_since,
+            counts_from=self._pool.attended_since,
         )
         self._ends.push_async_callback(self._ended, "evaluations", self._evaluations.abandon)
         self._pool.start(has_scored=self._step > 0)
@@ -279,8 +279,8 @@ class Controller:
             on_receipt=self._receipt,
         )
         self._ends_of_parts.push_async_callback(self._ended, "weight sync", self._sync.close)
-        observer.follow(self._pool.members)
-        await self._pool.members.first_worker()
+        observer.follow(self._pool)
+        await self._pool.first_worker()
         observer.doing("sending the first weights to the engines")
         await self._sync.publish()
         self._pool.follow(self._sync)

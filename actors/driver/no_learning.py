@@ -420,7 +420,7 @@ class LearningWatch:
 
 def refuse_unscored(first: Evaluation | None) -> None:
     """A reward that raised on every held-out answer would do so in training, for half an hour. One that is late may be a judge's, which
-    comes back: for that a run waits (pool/scoring.py).
+    comes back: for that a run waits (Scoring, pool/faults.py).
 
     Args: first: evaluation of a run that has not begun to train.
     Raises: DataError.

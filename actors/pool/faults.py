@@ -8,7 +8,7 @@
   failures it is discarded with the reason.
 * Data failed (no worker could sample the prompt): the group is discarded with the reason.
 * Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (correction service). When most groups
-  come so, work is handed out one group at a time, after pauses that double; after half an hour of pauses the run ends (scoring.py). So
+  come so, work is handed out one group at a time, after pauses that double; after half an hour of pauses the run ends (Scoring). So
   it does when a worker that starts gets no score for its sample, in a run that has had scores: that is no engine lost.
 * Queue or reward late: the run waits and says so; nothing is killed.
 * Infrastructure (an actor can't be reached at present): the call is repeated (supervision.call_with_retries), and the heartbeat decides
@@ -21,8 +21,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from evenkeel.actors.processes.doubled_pause import doubled_pause_s
+from evenkeel.actors.processes.event_level import Notify
 from evenkeel.actors.settings.deadlines import REPLACEMENT_PAUSE_S
 from evenkeel.correction.errors import EngineError, RequestError, counted
+from evenkeel.rollout.config import FunctionReward, RewardConfig
+from evenkeel.rollout.trajectory import LEAST_VALID, FailureKind, GroupFacts
 
 WINDOW_S = 3600.0
 """Seconds after which a loss no longer counts."""
@@ -235,3 +238,116 @@ class GroupOutcomes:
         self._engine_losses.pop(group_id, None)
         self._unreached.pop(group_id, None)
         self._latest.add(now, is_good=is_usable)
+
+
+# Whether the reward can score what the workers sample. While it can't, work is held back: prompts would be used up without training.
+#
+# A judge that other machines serve, a key that has run out, a full disk below a scorer: then all rewards fail at once, on every worker, and
+# the groups are discarded. Once that is so for most of the latest groups, one group at a time is handed out, after a pause that doubles
+# with each failure. The first group that can be scored ends that. Answers that were cut, and groups whose rewards are all alike, were
+# scored.
+
+_LONGEST_REWARD_PAUSE_S = 60.0
+PATIENCE_S = 1800.0
+"""Most seconds of pauses in a row. A judge that restarts or moves to another node is back by then; a reward function with a bug isn't."""
+
+
+def unscored(group: GroupFacts) -> str:
+    """The last error of a group's reward, if that alone left it with too few valid answers; else empty."""
+    errors = [error for kind, error in group.failures if kind is not FailureKind.ENGINE]
+    return errors[-1] if not group.is_trainable and len(group.valid) + len(errors) >= LEAST_VALID else ""
+
+
+class UnscoredStarts:
+    """Starts of workers that failed by their reward alone, in a run that has had scores: waited for as groups that can't be scored are."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        """Event-loop time (s) of the first one since a worker was last up."""
+
+    def pause_s(self, error: BaseException | None, starts: int, now: float, *, is_alone: bool) -> float:
+        """Seconds to wait before the next start: 2, 4, 8 ... up to 60.
+
+        Args:
+            error: what the reward says.
+            starts: such starts in the place of this worker, in a row; 1 or more.
+            now: seconds.
+            is_alone: no worker is up, so that nobody else learns when rewards work again, or that they never will.
+        Raises: RequestError once that has been so for PATIENCE_S.
+        """
+        self._since = (now if self._since is None else self._since) if is_alone else None
+        if self._since is not None and now - self._since >= PATIENCE_S:
+            raise RequestError(
+                f"{error}. For {PATIENCE_S / 60:.0f} minutes no rollout worker could start because of it. Repair it and resume the run, "
+                "which goes on from its last checkpoint"
+            )
+        return doubled_pause_s(starts, _FIRST_PAUSE_S, _LONGEST_REWARD_PAUSE_S)
+
+    def ended(self) -> None:
+        """A worker is up."""
+        self._since = None
+
+
+class Scoring:
+    """Counts groups that can't be scored, and says how many may be handed out."""
+
+    def __init__(self, reward: RewardConfig, window_s: float, *, notify: Notify) -> None:
+        """
+        Args:
+            window_s: seconds after which a group no longer counts.
+            notify: takes level and sentence.
+        """
+        self._reward = reward.path if isinstance(reward, FunctionReward) else reward.kind
+        self._notify = notify
+        self._latest = LatestGroups(window_s)
+        self._pauses, self._paused_s = 0, 0.0
+        """Number of pauses, and their seconds, since a group was last scored."""
+        self.is_pausing = False
+
+    def finished(self, group: GroupFacts, now: float) -> float:
+        """A worker has sampled it.
+
+        Args: now: seconds.
+        Returns: seconds of a pause that begins now, to be ended by `pause_is_over`; 0: none does.
+        Raises: RequestError once PATIENCE_S of pauses have passed without one group that could be scored.
+        """
+        if not (why := unscored(group)):
+            if group.is_trainable:
+                self._scored(now)
+            return 0.0
+        self._latest.add(now, is_good=False)
+        if self.is_pausing or not (self._pauses or self._latest.are_mostly_bad):
+            return 0.0
+        if self._paused_s >= PATIENCE_S:
+            raise RequestError(
+                f"reward {self._reward}: {self._latest} could not be scored, and no group since, in {counted(self._pauses, 'pause')} "
+                f"of {self._paused_s / 60:.0f} minutes in all. Repair it and resume the run, which goes on from its last checkpoint. "
+                f"The last error: {why}"
+            )
+        self._pauses += 1
+        pause_s = doubled_pause_s(self._pauses, _FIRST_PAUSE_S, _LONGEST_REWARD_PAUSE_S)
+        self._paused_s += pause_s
+        self._notify("warning", f"rewards: {self._latest} could not be scored; the next group in {pause_s:.0f} s: {why}")
+        self.is_pausing = True
+        return pause_s
+
+    def _scored(self, now: float) -> None:
+        if self._pauses:
+            self._notify("info", f"rewards: a group was scored, after {counted(self._pauses, 'pause')}: all groups are handed out again")
+            self._latest.clear()
+        self._latest.add(now, is_good=True)
+        self._pauses, self._paused_s = 0, 0.0
+
+    def pause_is_over(self) -> None:
+        self.is_pausing = False
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether work is held back, because nobody's groups are scored."""
+        return self._pauses > 0
+
+    def places(self, *, is_idle: bool) -> int | None:
+        """How many groups may be handed out; None: all that wait. Args: is_idle: no worker has a group."""
+        if not self._pauses:
+            return None
+        return int(is_idle and not self.is_pausing)

@@ -1,36 +1,50 @@
-"""The rollout pool: workers take work, and what fails goes to others; it works with as many as are there. (Who is there: membership.py. A
-worker's life: workers.py. What became of it and of groups: faults.py.)
+"""The rollout pool: workers are asked for, join, take work, are lost and replaced, leave; what fails with one goes to others.
 
 A joined worker takes work while it holds a receipt for the published version; how much of it, dispatch.py says. One whose engine says that
-it is dirty (a weight update failed half-way) stays joined, and works again after a full sync.
+it is dirty (a weight update failed half-way) stays joined, and works again after a full sync. The number of workers is fixed, or follows
+the load (scaling.py). A worker's life is in workers.py, what failures lead to in faults.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
+
+import ray
+from ray.exceptions import RayError
 
 from evenkeel.actors.carriers import DiscardReason, GroupFailure, StoredGroup, Ticket, WorkerSettings
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.groups.changes import Changes
 from evenkeel.actors.groups.tokens import disregard, to_hand_on
-from evenkeel.actors.pool import workers
+from evenkeel.actors.pool import preemption, workers
 from evenkeel.actors.pool.dispatch import Questions, WaitingWork, continuing
-from evenkeel.actors.pool.evaluation_answers import EvaluationAnswers
-from evenkeel.actors.pool.faults import ATTEMPTS, FEWEST_FAILED, WINDOW_S, GroupOutcomes
-from evenkeel.actors.pool.membership import Membership, MembershipCallbacks
+from evenkeel.actors.pool.faults import (
+    ATTEMPTS,
+    FEWEST_FAILED,
+    MAX_ENGINE_LOSSES,
+    WINDOW_S,
+    GroupOutcomes,
+    Scoring,
+    UnscoredStarts,
+    WorkerLosses,
+)
 from evenkeel.actors.pool.pool_tasks import PoolTasks
 from evenkeel.actors.pool.rollout_worker import GroupOutcome
-from evenkeel.actors.pool.scoring import Scoring
-from evenkeel.actors.pool.workers import PoolObserver, WorkerHandle
+from evenkeel.actors.pool.scaling import ScalingRule, StepLoad, first_workers, limits_of, unreached_limit, workers_wait
+from evenkeel.actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
+from evenkeel.actors.processes.call_throttle import CallThrottle
 from evenkeel.actors.processes.stopwatch import Phase
-from evenkeel.actors.processes.supervision import call_until_answered, call_with_retries, unless_failed, wait_for
+from evenkeel.actors.processes.supervision import AGAIN_S, call_until_answered, call_with_retries, kill, unless_failed, unwrapped, wait_for
 from evenkeel.actors.settings.deadlines import ANSWER_S, group_s
-from evenkeel.actors.settings.evaluation_places import evaluation_answers_at_once
+from evenkeel.actors.settings.evaluation_places import evaluation_answers_at_once, questions_of_a_call
 from evenkeel.actors.weights.weight_sync import SyncTarget, WeightSync
 from evenkeel.correction.errors import (
     ActorLost,
@@ -40,21 +54,27 @@ from evenkeel.correction.errors import (
     EngineError,
     EvenkeelError,
     LateError,
+    RequestError,
     counted,
 )
 from evenkeel.rollout.config import AnswerSampling
-from evenkeel.rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup
+from evenkeel.rollout.rewards.rewards import RewardError
+from evenkeel.rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup, WorkerLoad
 
 log = logging.getLogger("evenkeel.pool")
+_STARTS = 3
+"""Attempts to start each worker as long as none is up yet: a process may be killed during its start, or the start be late."""
 _MAX_RESYNCS = 3
 """Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
+_LEAST_HAND_BACK_S = 10.0
+"""Long answers with routed experts take seconds a group to read and to send."""
 _CALL = "a worker's call"
 _LOOK_S = 2e-5
 """Seconds of waiting for further changes in a large pool, times the number of workers: looking through hundreds takes milliseconds."""
 
 
 class RolloutPool:
-    """Gives groups to workers, and what fails to others. One event loop uses it."""
+    """Workers come and go, take groups and questions, and what fails with one goes to others. One event loop uses it."""
 
     def __init__(
         self,
@@ -69,59 +89,88 @@ class RolloutPool:
         """
         Args:
             changes: of the book.
-            places: groups that admission allows outstanding.
+            places: groups that admission allows outstanding; an elastic pool grows to no more workers than they keep busy.
             on_finished: takes each group that a worker has sampled and scored.
         """
-        self._config, self._deadlines, self._observer, self.tasks = settings.rollout, deadlines, observer, PoolTasks()
-        self._book, self._changes, self._on_finished = book, changes, on_finished
+        self._settings, self._config, self._deadlines, self._observer = settings, settings.rollout, deadlines, observer
+        self._on_finished = on_finished
+        self.tasks = PoolTasks()
+        self.generation = 0  # of the run, see actors/driver/recovery.py
+        self.sync: WeightSync | None = None  # from which workers get their weights; None: there are none to get
+
+        # Workers.
+        self.create = workers.create  # asks for a worker's actor: takes its name, the settings, and ids of nodes to avoid
+        self.workers: dict[str, WorkerHandle] = {}  # all that aren't gone, by name
+        self.target = first_workers(self._config, places)  # workers that are wanted; those that leave don't count
+        self._born = 0
+        self._replacing = 0  # replacements that are due but not yet asked for
+        self._has_begun = False  # a worker has joined
+        self._has_scored = False  # one has joined, with a score for its sample; or had, before the run was resumed
+        self._losses, self._unscored_starts = WorkerLosses(), UnscoredStarts()
+        self._draining: dict[str, float | None] = {}
+        """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Until they are gone."""
+        self._progressed = self._attended = self._now()
+        self.throttle = CallThrottle()
+
+        # A size that follows the load.
+        self._limits = limits_of(self._config, places)
+        self._rule = ScalingRule(self._limits, self.target) if self._config.is_elastic else None
+        self._wait: Phase | None = None  # the learner's last one for a batch
+        self._loads: dict[str, WorkerLoad] = {}  # at the last decision
+
+        # Work.
+        self._book, self._changes = book, changes
         self._results = 3 if settings.has_wide_fields else 2
         """Ray objects that a worker's call for a group returns: facts, tokens, and wide fields if there are any."""
-        self._begin_books()
+        self._answers_at_once = evaluation_answers_at_once(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._will_look = False
-        told = MembershipCallbacks(
-            changed=self.wake,
-            lost=lambda worker: self._lost_groups.add(worker),
-            left=lambda name: self._groups.left(name),
-            rewards_fail=lambda: self._scoring.is_failing,
-        )
-        self.members = members = Membership(settings, deadlines, observer, self.tasks, told, places)
-        add: Callable[[Sequence[Questions]], None] = lambda parts: self._work.add_questions(parts)  # noqa: E731
-        at_once = evaluation_answers_at_once(self._config.slots_per_worker, self._config.sampling.samples_per_group)
-        self._evaluations = EvaluationAnswers(members, add=add, failed=self._engine_failed, wake=self.wake, at_once=at_once)
+        self._begin_books()
 
     def _begin_books(self) -> None:
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._lost_groups = workers.LostGroups(lambda text: self._observer.event("info", text))
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._groups = GroupOutcomes(window_s)
-        self._scoring = Scoring(self._config.reward, window_s, notify=self._observer.event, spawn=self.tasks.spawn, on_end=self._goes_on)
+        self._scoring = Scoring(self._config.reward, window_s, notify=self._observer.event)
 
     def start(self, *, has_scored: bool = False) -> None:
         """Ask for all workers; they join as they come. Args: has_scored: the run is resumed, and its reward has scored before."""
-        self.members.start(has_scored=has_scored)
+        self._has_scored = has_scored
+        if self._rule is not None and (note := unreached_limit(self._limits)) is not None:
+            self._observer.event("info", note)
+        self._replenish()
+        if ray.is_initialized():
+            self.tasks.spawn(preemption.watch_nodes(self._node_leaves, self._node_is_gone))
         self.tasks.spawn(self._watch())
 
     def follow(self, sync: WeightSync) -> None:
-        """From now on workers get their weights through `sync`."""
-        self.members.follow(sync)
+        """From now on workers that have joined get their weights through `sync`."""
+        self.sync = sync
+        for worker in self.joined():
+            sync.join(worker.sync)
 
     async def withdraw(self) -> None:
         """Withdraw all work and weights; workers stay idle until `serve`, `follow` and `feed`. A failure so far is cleared, later ones
         count."""
-        self.members.withdraw()
+        self.sync, self._unscored_starts = None, UnscoredStarts()
         await self.tasks.cancel(_CALL)
         self._begin_books()  # the same numbers come again
         self.tasks.renew()
 
     def serve(self, book: GroupBook, changes: Changes, generation: int) -> None:
-        """Groups are those of another book from now on; what the workers have under way is given up."""
-        self._book, self._changes = book, changes
-        self.members.begin(generation)
+        """Groups are those of another book from now on; workers give up what they have under way, and hold no weights of this generation
+        yet."""
+        self._book, self._changes, self.generation = book, changes, generation
+        self.progress()
+        for worker in self.workers.values():
+            worker.follow(generation)
+        self._replenish()  # a loss that failed the pool has asked for nobody
 
     async def stop(self) -> None:
         """End all workers, engines first."""
         self.tasks.stop()
-        await self.members.stop()
+        await workers.end(list(self.workers.values()))
+        self.workers.clear()
 
     @property
     def has_failed(self) -> bool:
@@ -135,33 +184,320 @@ class RolloutPool:
         """Never returns; raises when the pool can't go on."""
         await self.tasks.raise_on_failure()
 
-    # -- workers that fail -------------------------------------------------------------------------------------------
+    # -- who is there -------------------------------------------------------------------------------------------------
+
+    def joined(self) -> Iterator[WorkerHandle]:
+        return (w for w in list(self.workers.values()) if w.state is WorkerState.JOINED)
+
+    def is_current(self, worker: WorkerHandle) -> bool:
+        if self.sync is None or worker.state is WorkerState.GONE:
+            return False
+        return worker.sync.version >= 0 and worker.sync.version == self.sync.version
+
+    def versions(self) -> dict[str, int]:
+        """Weight version of each worker that has joined, by its last receipt; -1 before the first, and for one that is dirty."""
+        return {worker.name: worker.sync.version for worker in self.joined()}
+
+    def counts(self) -> tuple[int, int]:
+        """(workers that have joined, of these with a receipt for the published version)."""
+        joined = list(self.joined())
+        return len(joined), sum(self.is_current(w) for w in joined)
+
+    async def loads(self, version: int | None = None) -> dict[str, WorkerLoad]:
+        """Running totals, by name, of the workers that answer within a few seconds.
+
+        Args: version: made by a step that has just ended; if it was published, workers send their loads with its receipts. None: ask all.
+        """
+        is_published = self.sync is not None and self.sync.version == version
+        return await workers.loads(list(self.joined()), self.throttle, version if is_published else None)
+
+    async def first_worker(self) -> None:
+        """Wait until one engine is up. Raises: the error of its start."""
+        await wait_for(
+            self.tasks.until(lambda: any(True for _ in self.joined())),
+            "the first rollout worker",
+            deadline_s=self.no_workers_s,
+            notice=log.debug,  # each worker's own start gives notice
+            usual_s=self._deadlines.start_s,
+        )
+
+    @property
+    def no_workers_s(self) -> float:
+        """Longest wait for a worker that may work."""
+        return self._deadlines.no_workers_s or math.inf
+
+    # -- workers come -------------------------------------------------------------------------------------------------
+
+    def resize(self, target: int, why: str) -> None:
+        """Have so many workers: more are asked for, or some leave."""
+        self.target = target
+        staying = self._staying()
+        for worker in workers.first_to_leave(staying)[: max(0, len(staying) - target)]:
+            self._leave(worker, why)
+        self._replenish()
+
+    def learner_waits(self, version: int, wait: Phase) -> None:
+        """To be called when the learner begins to wait for a batch, once a step: a step is measured from one such wait to the next.
+
+        Args:
+            version: of the learner's weights, made by the step before. Workers that hold it sent their loads with its receipts.
+            wait: measured by the driver; it is read when the next one begins.
+        """
+        before, self._wait = self._wait, wait
+        if self._rule is not None and before is not None:
+            self.tasks.spawn(self._follow_load(self._rule, version, wait.began - before.began, before.seconds))
+
+    async def _follow_load(self, rule: ScalingRule, version: int, seconds: float, waited_s: float) -> None:
+        """Compare what both sides waited for in a step, and change the pool's size as scaling.py decides."""
+        loads = await self.loads(version)
+        since = [load.since(self._loads.get(name)) for name, load in loads.items()]
+        self._loads = loads
+        if sum(part.up_s for part in since) <= 0 or seconds <= 0:
+            return
+        decision = rule.after(StepLoad(seconds, min(1.0, waited_s / seconds), workers_wait(since), len(loads)))
+        if decision is not None:
+            self._observer.scaled(decision)
+            self.resize(decision.target, decision.reason)
+
+    def _staying(self) -> list[WorkerHandle]:
+        return [w for w in self.workers.values() if w.state is not WorkerState.LEAVING]
+
+    def _replenish(self) -> None:
+        """Ask for the workers that are missing. A replacement that is due keeps its place, its pause and its count of failed starts."""
+        for _ in range(self.target - len(self._staying()) - self._replacing):
+            self._start_worker()
+
+    def _start_worker(self, attempt: int = 1, unscored: int = 0) -> None:
+        """Args: see WorkerHandle."""
+        name = str(self._born)
+        self._born += 1
+        worker = self.create(name, self._settings, self._losses.avoided(self._now()))
+        worker.attempt, worker.unscored = attempt, unscored
+        worker.follow(self.generation)
+        self.workers[name] = worker
+        self.tasks.spawn(self._bring_up(worker))
+
+    async def _bring_up(self, worker: WorkerHandle) -> None:
+        try:
+            info = await workers.started(worker, self._settings, self._deadlines)
+        except (EvenkeelError, RayError) as error:
+            self.lost(worker, f"did not start: {unwrapped(error)}", unwrapped(error))
+            return
+        if worker.state is not WorkerState.STARTING:  # it is not wanted any more
+            return
+        worker.info, worker.sync.node = info, info.node
+        if self._leave_if_drained(worker):  # Ray told of its node while the engine was starting
+            self._replenish()
+            return
+        worker.state, self._has_scored = WorkerState.JOINED, True
+        self._unscored_starts.ended()
+        if not self._has_begun:
+            self._has_begun = True
+            self._replenish()  # those that were given up before
+        self.progress()
+        self._observer.joined(info)
+        self.tasks.spawn(self._follow_heartbeat(worker))
+        self.tasks.spawn(self._wait_for_end_notice(worker))
+        if self.sync is not None:
+            self.sync.join(worker.sync)
+        self.wake()
+
+    async def _follow_heartbeat(self, worker: WorkerHandle) -> None:
+        self.lost(worker, await workers.until_worker_lost(worker, self._config.engine.deadlines.heartbeat_s, lambda: len(self.workers)))
+
+    # -- workers leave ------------------------------------------------------------------------------------------------
+
+    def _leave(self, worker: WorkerHandle, why: str, left_s: float | None = None) -> None:
+        """Have a worker leave: it gets no new work, ends what it has under way within a time, hands back the rest with the tokens sampled
+        so far, and is ended, which frees its resource. If it doesn't do so in order, its groups are sampled anew.
+
+        Args:
+            left_s: seconds until it is taken away. It goes on with its groups for half of them; the rest is for handing back and for its
+            end.
+        """
+        if self.sync is not None:
+            self.sync.leave(worker.name)
+        drain_s = self._deadlines.drain_s
+        within_s = drain_s if left_s is None else min(drain_s, left_s / 2)
+        hand_back_s = max(_LEAST_HAND_BACK_S, drain_s if left_s is None else min(drain_s, left_s - within_s))
+        worker.state, worker.leaves = WorkerState.LEAVING, True
+        under_way = f"with {counted(len(worker.groups), 'group')} under way and {within_s:.0f} s for them"
+        self._observer.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")
+        self.tasks.spawn(self._left(worker, within_s, hand_back_s))
+
+    async def _left(self, worker: WorkerHandle, within_s: float, hand_back_s: float) -> None:
+        try:
+            if worker.info is not None:
+                await self._finish(worker, within_s, hand_back_s)
+        except (EvenkeelError, RayError) as error:
+            log.warning("rollout worker %s did not leave in order, its groups are sampled anew: %s", worker.name, unwrapped(error))
+        finally:
+            kill(worker.actor)
+        if self._forget(worker):
+            groups, tokens = len(worker.handed_back), sum(group.tokens for group in worker.handed_back)
+            self._observer.handed_back(groups, tokens)
+            rest = f"; {counted(groups, 'group')} go on elsewhere from {tokens} tokens" if groups else ""
+            self._observer.event("info", f"rollout worker {worker.name} has left{rest}")
+
+    async def _finish(self, worker: WorkerHandle, within_s: float, hand_back_s: float) -> None:
+        def is_idle() -> bool:
+            return not worker.groups and not worker.questions
+
+        name = f"rollout worker {worker.name}, which leaves"
+        with suppress(DeadlineExceeded):
+            await wait_for(self.tasks.until(is_idle), f"groups of {name}", deadline_s=within_s, notice=log.debug)
+        if not is_idle():
+            await wait_for(worker.actor.hand_back.remote(), f"groups handed back <- {name}", deadline_s=hand_back_s)
+            await wait_for(self.tasks.until(is_idle), f"groups handed back <- {name}", deadline_s=hand_back_s, notice=log.debug)
+        await wait_for(worker.actor.stop.remote(), f"end of {name}", deadline_s=workers.STOP_S)
+
+    async def _wait_for_end_notice(self, worker: WorkerHandle) -> None:
+        """Have a worker leave whose process gets a SIGTERM."""
+        with suppress(EvenkeelError, RayError):  # the heartbeat deals with a worker that dies
+            what = f"end notice <- rollout worker {worker.name}"
+            await wait_for(worker.actor.end_notice.remote(), what, deadline_s=math.inf, notice=log.debug, usual_s=math.inf)
+            if worker.state is WorkerState.JOINED:
+                self._leave(worker, "its process was told to end (SIGTERM)")
+                self._replenish()
+
+    def _node_leaves(self, node: str, left_s: float | None) -> None:
+        self._draining[node] = None if left_s is None else self._now() + left_s
+        for worker in self._staying():
+            self._leave_if_drained(worker)
+        self._replenish()
+
+    def _node_is_gone(self, node: str) -> None:
+        self._draining.pop(node, None)
+
+    def _leave_if_drained(self, worker: WorkerHandle) -> bool:
+        """Returns: whether Ray drains its node; not asked while its engine starts."""
+        if worker.info is None or worker.info.node not in self._draining:
+            return False
+        goes_at = self._draining[worker.info.node]
+        self._leave(worker, "Ray drains its node", None if goes_at is None else max(0.0, goes_at - self._now()))
+        return True
+
+    # -- workers fail -------------------------------------------------------------------------------------------------
 
     def _engine_failed(self, worker: WorkerHandle, error: EvenkeelError) -> None:
         """A call to a worker failed: a dirty engine is synced again, anything else means that the worker is lost."""
         if isinstance(error, ActorUnavailable):  # whether it is lost, its heartbeat says
             return
         if not isinstance(error, EngineDirty):
-            self.members.lost(worker, str(error))
-        elif self.members.sync is not None and self.members.is_current(worker):  # if not, the sync has noted it and is at it
+            self.lost(worker, str(error))
+        elif self.sync is not None and self.is_current(worker):  # if not, the sync has noted it and is at it
             worker.resyncs += 1
             if worker.resyncs > _MAX_RESYNCS:
-                self.members.lost(worker, f"dirty again after {_MAX_RESYNCS} full syncs: {error}")
+                self.lost(worker, f"dirty again after {_MAX_RESYNCS} full syncs: {error}")
                 return
-            self.members.sync.resync(worker.sync, str(error))
+            self.sync.resync(worker.sync, str(error))
 
     def weights_lost(self, error: ActorLost) -> None:
         """Called when a rank was lost while the learner copied its weights: the run can't go on. Ignored once the weights are withdrawn."""
-        if self.members.sync is not None:
+        if self.sync is not None:
             self.fail(error)
 
     def report_unsyncable(self, target: SyncTarget, reason: str) -> None:
         """Called when the weight sync has given an engine up."""
-        worker = self.members.workers.get(target.name)
+        worker = self.workers.get(target.name)
         if worker is not None:
-            self.members.lost(worker, reason)
+            self.lost(worker, reason)
 
-    # -- work --------------------------------------------------------------------------------------------------------
+    def lost(self, worker: WorkerHandle, reason: str, error: BaseException | None = None) -> None:
+        """Give a worker up, and start another in its place unless too many were lost in vain. As long as no worker has ever been up, one
+        whose start has failed for good isn't replaced; if that holds for all, the run ends. A reward that has scored before is waited
+        for."""
+        if worker.state in (WorkerState.GONE, WorkerState.LEAVING) or self.tasks.is_stopping:
+            return
+        never_worked = worker.state is WorkerState.STARTING
+        of_reward = never_worked and self._has_scored and isinstance(error, RewardError)
+        self._forget(worker)
+        kill(worker.actor)
+        self._lost_groups.add(worker)
+        taken = f"others take its {counted(len(worker.groups), 'group')}" if worker.groups else "it had no group under way"
+        self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; {taken}")
+        self.progress()
+        node = "" if of_reward and self._nobody_has_scores() else worker.sync.node
+        self._losses.lost(self._now(), node, is_in_vain=not of_reward, was_up=not never_worked)
+        if never_worked and not of_reward and not self._has_begun and not self._may_start_again(worker, error):
+            if not self.workers and not self._replacing:
+                is_known = isinstance(error, EvenkeelError) and not isinstance(error, ActorLost)
+                self.tasks.fail(error if error and is_known else EngineError(f"rollout worker {worker.name} {reason}"))
+        else:
+            try:
+                replacement = self._after_unscored(worker, error) if of_reward else self._after_loss(worker, reason, never_worked)
+            except (EngineError, RequestError) as hopeless:
+                self.tasks.fail(hopeless)
+            else:
+                self._replacing += 1
+                self.tasks.spawn(replacement)
+        self.wake()
+
+    def _after_loss(self, worker: WorkerHandle, reason: str, never_worked: bool) -> Coroutine[Any, Any, None]:
+        """Start another one in its place. Raises: EngineError if too many were lost in vain."""
+        self._losses.check(self.target, f"rollout worker {worker.name}: {reason}")
+        failed_starts = worker.attempt if never_worked else 0
+        is_alone = not any(True for _ in self.joined())
+        pause_s = self._losses.pause_s(self.target, failed_starts, is_alone=is_alone)
+        return self._replace(pause_s, self._losses.why_pause(self.target, failed_starts, is_alone=is_alone), failed_starts + 1)
+
+    def _after_unscored(self, worker: WorkerHandle, error: BaseException | None) -> Coroutine[Any, Any, None]:
+        """Replace a worker whose start has failed by its reward alone. Raises: RequestError if that has been so for too long."""
+        is_alone, unscored = not any(True for _ in self.joined()), worker.unscored + 1
+        pause_s = self._unscored_starts.pause_s(error, unscored, self._now(), is_alone=is_alone)
+        return self._replace(pause_s, "the reward of a worker that starts gives no score", worker.attempt, unscored)
+
+    def _nobody_has_scores(self) -> bool:
+        """Whether a reward that gives no score is no fault of one node."""
+        return self._scoring.is_failing or not any(True for _ in self.joined())
+
+    def _may_start_again(self, worker: WorkerHandle, error: BaseException | None) -> bool:
+        """Whether another start may succeed: a killed process or a late start may be chance, while wrong settings raise other errors."""
+        return isinstance(error, ActorLost | DeadlineExceeded) and worker.attempt < _STARTS
+
+    async def _replace(self, pause_s: float, why: str, attempt: int, unscored: int = 0) -> None:
+        try:
+            if pause_s:
+                self._observer.event("warning", f"{why}: the next replacement starts in {pause_s:.0f} s")
+                await asyncio.sleep(pause_s)
+        finally:
+            self._replacing -= 1
+        if len(self._staying()) < self.target:
+            self._start_worker(attempt, unscored)
+
+    def _forget(self, worker: WorkerHandle) -> bool:
+        """Remove a worker that is gone. Returns: False if it had been removed already."""
+        self._groups.left(worker.name)
+        worker.state = WorkerState.GONE
+        if self.workers.pop(worker.name, None) is None:
+            return False
+        if self.sync is not None:
+            self.sync.leave(worker.name)
+        self._observer.left(worker.name)
+        self.wake()
+        return True
+
+    async def call(self, worker: WorkerHandle, call: Callable[[], Any], what: str) -> Any:
+        """The result of a call to a worker, which may run twice. Requests and rewards have deadlines of their own, which come first.
+
+        Who can't be reached just now is asked again once it may work. Whether it is lost, its heartbeat says.
+        Raises: ActorUnavailable when it could not be reached for half a minute.
+        """
+        limit_s = group_s(self._config)
+        for pause_s in AGAIN_S:
+            try:
+                return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
+            except ActorUnavailable as error:
+                log.info("%s; asked again in %g s", error, pause_s)
+            with suppress(TimeoutError):  # what a lost worker had goes on elsewhere at once
+                async with asyncio.timeout(pause_s):
+                    await self.tasks.until(lambda: worker.state is not WorkerState.JOINED)
+            await self.tasks.until(lambda: self.is_current(worker) or worker.state is not WorkerState.JOINED)
+            if worker.state is not WorkerState.JOINED:
+                raise ActorLost(f"{what}: the worker could not be reached, and has been lost or is leaving")
+        return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)
+
+    # -- groups -------------------------------------------------------------------------------------------------------
 
     async def feed(
         self,
@@ -224,8 +560,8 @@ class RolloutPool:
             if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
                 sign = f"sign of life <- rollout worker {worker.name}"
                 await call_with_retries(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
-            await self.members.throttle.wait()  # a step hands out all of its groups together
-            if not self.members.is_current(worker):  # meanwhile a version was published, or the worker lost
+            await self.throttle.wait()  # a step hands out all of its groups together
+            if not self.is_current(worker):  # meanwhile a version was published, or the worker lost
                 raise EngineDirty(f"rollout worker {worker.name} no longer holds the published weights")
             lived = True
 
@@ -235,10 +571,10 @@ class RolloutPool:
                     disregard(found, payload, *wide)
                 self._book.hand_out(group_id, worker.name, now=time.monotonic())
                 sample = worker.actor.generate_group.options(num_returns=self._results)
-                found, payload, *wide = sample.remote(ticket, self.members.generation)
+                found, payload, *wide = sample.remote(ticket, self.generation)
                 return found
 
-            outcome = await self.members.call(worker, call, f"group {group_id} <- rollout worker {worker.name}")
+            outcome = await self.call(worker, call, f"group {group_id} <- rollout worker {worker.name}")
             if isinstance(outcome, GroupFacts):
                 payload = await to_hand_on(outcome, payload)
         except (DeadlineExceeded, ActorUnavailable) as error:  # the worker answers its heartbeat, or will be lost by it
@@ -281,16 +617,24 @@ class RolloutPool:
                 worker.has_worked = True
                 self._observer.event("info", workers.first_work(worker))
             worker.resyncs, worker.worked_at = 0, self._now()
-            self.members.finished_group()
+            self.progress()
+            self._losses.worked()  # none was lost in vain
             self._groups.finished(ticket.group_id, worker.name, self._now())
             self._work.forget(ticket.group_id)
             if (group := self._book.finish(StoredGroup(outcome, payload, wide, worker.source), now=time.monotonic())) is not None:
                 self._observer.group_finished(outcome, worker.name)
                 self._on_finished(group)
-            self._scoring.finished(outcome)
+            if pause_s := self._scoring.finished(outcome, self._now()):
+                self.tasks.spawn(self._pause_for_rewards(pause_s))
         else:
             may_go_on = not outcome.is_final and self._groups.failed(ticket.group_id, worker.name)
             self._again_or_discard(worker, ticket, outcome.reason, may_go_on=may_go_on)
+
+    async def _pause_for_rewards(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._scoring.pause_is_over()
+        self.progress()
+        self.wake()
 
     def _again_or_discard(self, worker: WorkerHandle, ticket: Ticket, why: str, *, may_go_on: bool) -> None:
         """Called when a worker could not sample a group: have another one sample it, or discard it."""
@@ -319,15 +663,6 @@ class RolloutPool:
             if not isinstance(error, ActorUnavailable):
                 self._engine_failed(worker, error)
 
-    def learner_waits(self, version: int, wait: Phase) -> None:
-        """To be called when the learner begins to wait for a batch, once a step.
-
-        Args:
-            version: of the learner's weights.
-            wait: measured by the driver.
-        """
-        self.members.learner_waits(version, wait)
-
     def _discard(self, ticket: Ticket, reason: DiscardReason, why: str) -> None:
         self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
         self._work.forget(ticket.group_id)
@@ -335,50 +670,57 @@ class RolloutPool:
         self._book.give_up(ticket.group_id, reason)
         self._groups.discarded(ticket.group_id, why, self._now())
 
+    # -- questions of evaluations -------------------------------------------------------------------------------------
+
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
-        """Scored answers to each prompt, spread over the workers."""
-        return await self._evaluations.answer(prompts, how)
-
-    async def _watch(self) -> None:
-        """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts longer than is configured."""
-        while True:
-            await self.tasks.until(self._is_stuck)
-            await wait_for(
-                self.tasks.until(lambda: not self._is_stuck()),
-                f"{self._work} <- a rollout worker with weights v{self.members.sync.version if self.members.sync else -1}",
-                deadline_s=self.members.no_workers_s,
-                notice_s=self._deadlines.notice_s,
-                notice=self._observer.waiting,
-                detail=self._missing,
-            )
-
-    def _is_stuck(self) -> bool:
-        return bool(self._work) and not any(self.members.is_current(w) for w in self.members.joined())
-
-    async def _missing(self) -> str:
-        joined, current = self.members.counts()
-        return f"{counted(joined, 'worker')} joined, {current} of them with these weights, {len(self.members.workers) - joined} starting"
-
-    def last_progress(self) -> float:
-        """When a group was last finished, or a worker joined or was lost; now if no worker can work, or rewards are waited for. Seconds of
-        the event loop's clock."""
-        return self._now() if self._scoring.is_pausing else self.members.last_progress()
-
-    def _goes_on(self) -> None:
-        """Called at the end of a pause that failing rewards have caused."""
-        self.members.progress()
+        """Scored answers to each prompt, spread over the workers. A question's answers are all sampled by one of them."""
+        loop = asyncio.get_running_loop()
+        size = questions_of_a_call(self._answers_at_once, how.samples)
+        parts = [Questions(prompts[i : i + size], how, loop.create_future()) for i in range(0, len(prompts), size)]
+        self._work.add_questions(parts)
         self.wake()
+        try:
+            return [t for answers in await asyncio.gather(*(part.answers for part in parts)) for t in answers]
+        finally:
+            for part in parts:
+                part.answers.cancel()  # those that nobody waits for any more
+
+    async def _ask(self, worker: WorkerHandle, part: Questions) -> None:
+        """Have a worker answer questions that it took; if it fails they wait again."""
+        try:
+            call = partial(worker.actor.answer.remote, list(part.prompts), part.how)
+            answers = await self.call(worker, call, f"evaluation answers <- rollout worker {worker.name}")
+            self.progress()
+            if not part.answers.done():
+                part.answers.set_result(answers)
+        except ActorUnavailable:  # the evaluation's deadline is the end of this
+            self._work.add_questions([part])
+        except EngineError as error:
+            self._engine_failed(worker, error)
+            part.losses += not isinstance(error, EngineDirty)
+            # So many engines were lost with these questions that the evaluation should end before it costs another one.
+            if not worker.leaves and part.losses >= MAX_ENGINE_LOSSES and not part.answers.done():
+                part.answers.set_exception(error)
+            self._work.add_questions([part])
+        except Exception as error:  # is the evaluation's, which need not end the run
+            if not part.answers.done():
+                part.answers.set_exception(error)
+        finally:
+            worker.questions -= part.size
+        self.wake()
+
+    # -- who takes what -----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Something has changed that waiting work looks at: a worker, a receipt, or the work itself."""
         self.tasks.changed()
         if self._will_look or self.tasks.is_stopping or not self._work:  # hundreds of workers need not be looked through for nothing
             return
-        if len(self.members.workers) <= workers.FEW:
+        if len(self.workers) <= workers.FEW:
             self._hand_out()
             return
         self._will_look = True
-        self.tasks.spawn(self._hand_out_soon(_LOOK_S * len(self.members.workers)))
+        self.tasks.spawn(self._hand_out_soon(_LOOK_S * len(self.workers)))
 
     async def _hand_out_soon(self, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
@@ -387,16 +729,51 @@ class RolloutPool:
 
     def _hand_out(self) -> None:
         """Workers take what waits."""
-        current = [w for w in self.members.joined() if self.members.is_current(w)]
+        current = [w for w in self.joined() if self.is_current(w)]
         # A new or dirty one is left out: a full sync takes its time.
-        candidates = [w for w in self.members.joined() if w.sync.version >= 0]
-        most = self._scoring.places(is_idle=not any(w.groups for w in self.members.workers.values()))
+        candidates = [w for w in self.joined() if w.sync.version >= 0]
+        most = self._scoring.places(is_idle=not any(w.groups for w in self.workers.values()))
         for worker, work in self._work.take(current, candidates, most):
             if isinstance(work, Questions):
-                self.tasks.spawn(self._evaluations.ask(worker, work), name=_CALL)
+                self.tasks.spawn(self._ask(worker, work), name=_CALL)
                 continue
             self._lost_groups.taken([work.group_id])
             self.tasks.spawn(self._sample(worker, work), name=_CALL)
+
+    async def _watch(self) -> None:
+        """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts longer than is configured."""
+        while True:
+            await self.tasks.until(self._is_stuck)
+            await wait_for(
+                self.tasks.until(lambda: not self._is_stuck()),
+                f"{self._work} <- a rollout worker with weights v{self.sync.version if self.sync else -1}",
+                deadline_s=self.no_workers_s,
+                notice_s=self._deadlines.notice_s,
+                notice=self._observer.waiting,
+                detail=self._missing,
+            )
+
+    def _is_stuck(self) -> bool:
+        return bool(self._work) and not any(self.is_current(w) for w in self.joined())
+
+    async def _missing(self) -> str:
+        joined, current = self.counts()
+        return f"{counted(joined, 'worker')} joined, {current} of them with these weights, {len(self.workers) - joined} starting"
+
+    def last_progress(self) -> float:
+        """When a group was last finished, or a worker joined or was lost; now if no worker can work, or rewards are waited for. Seconds of
+        the event loop's clock."""
+        return self._now() if self._scoring.is_pausing else max(self._progressed, self.attended_since())
+
+    def attended_since(self) -> float:
+        """Latest event-loop time (s) at which no worker held the published weights."""
+        if not any(self.is_current(w) for w in self.joined()):
+            self._attended = self._now()
+        return self._attended
+
+    def progress(self) -> None:
+        """Restart the clock of deadlines.batch_s."""
+        self._progressed = self._now()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from evenkeel.actors.carriers import ScalingCause
 from evenkeel.correction.errors import counted
+from evenkeel.rollout.config import RolloutConfig
 from evenkeel.rollout.trajectory import WorkerLoad
 
 LEARNER_WAITS = 0.15
@@ -152,4 +153,29 @@ def _together(steps: deque[StepLoad]) -> StepLoad:
         sum(step.learner_waits * step.seconds for step in steps) / seconds,
         sum(step.workers_wait * step.seconds for step in steps) / seconds,
         steps[-1].workers,
+    )
+
+
+# The sizes that a run's settings allow.
+
+def limits_of(config: RolloutConfig, places: int) -> PoolLimits:
+    """Args: places: groups that admission allows outstanding."""
+    samples = config.sampling.samples_per_group
+    at_a_time = min(config.engine.max_running_requests, config.slots_per_worker * samples)
+    return PoolLimits(config.fewest_workers, config.most_workers, fed_by_admission(places, samples, at_a_time))
+
+
+def first_workers(config: RolloutConfig, places: int) -> int:
+    """Workers that a run begins with; of a pool that follows the load, no more than admission feeds. Args: places: as limits_of."""
+    limits = limits_of(config, places)
+    return min(config.workers, limits.most) if config.is_elastic else config.workers
+
+
+def unreached_limit(limits: PoolLimits) -> str | None:
+    """A sentence about a rollout.max_workers that is never reached; None if it can be."""
+    if limits.most >= limits.highest:
+        return None
+    return (
+        f"rollout.max_workers = {limits.highest}: admission feeds {limits.fed} ((max_staleness + 1) x groups_per_step x samples_per_group "
+        f"requests, over those that an engine samples at a time), so the pool grows to {limits.most} at most"
     )

@@ -286,3 +286,17 @@ async def end(workers: Sequence[WorkerHandle]) -> None:
     if stopping:
         await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=STOP_S)
     kill(*(worker.actor for worker in workers))
+
+
+def first_to_leave(workers: Iterable[WorkerHandle]) -> list[WorkerHandle]:
+    """In the order in which a pool that shrinks does without them: those that wait for a node, those that start, then those whose node has
+    the fewest others, so that whole nodes become free; of these the ones with the least under way."""
+    staying = list(workers)
+    on_node = Counter(worker.info.node for worker in staying if worker.info is not None)
+
+    def loss(worker: WorkerHandle) -> tuple[int, ...]:
+        if worker.info is None:
+            return int(worker.has_node), 0, 0, -int(worker.name)
+        return 2, on_node[worker.info.node], len(worker.groups), -int(worker.name)
+
+    return sorted(staying, key=loss)

@@ -36,7 +36,7 @@ from evenkeel.correction.errors import counted
 from evenkeel.rollout.trajectory import GroupFacts, Prompt, SyncReceipt
 
 if TYPE_CHECKING:
-    from evenkeel.actors.pool.membership import Membership
+    from evenkeel.actors.pool.pool import RolloutPool
     from evenkeel.actors.weights.weight_sync import SyncTarget
     from evenkeel.learner.results import StepResult
 
@@ -73,9 +73,9 @@ class Observer:
 
     # -- actors ------------------------------------------------------------------------------------------------------
 
-    def follow(self, members: Membership) -> None:
+    def follow(self, pool: RolloutPool) -> None:
         """Set the rollout workers, which are asked for their loads at each step."""
-        self._members = members
+        self._pool = pool
 
     def serve(self) -> None:
         """Open the run's endpoint and the service discovery; needs a running Ray."""
@@ -160,9 +160,9 @@ class Observer:
 
     def trained(self) -> None:
         """The step's training has ended. Its weights go out next, so the versions that workers hold now are those they sampled with."""
-        self._versions = self._members.versions()
-        joined, current = self._members.counts()
-        self.note({"pool/workers": joined, "pool/current_workers": current, "pool/target_workers": self._members.target})
+        self._versions = self._pool.versions()
+        joined, current = self._pool.counts()
+        self.note({"pool/workers": joined, "pool/current_workers": current, "pool/target_workers": self._pool.target})
 
     def saved(self, path: Path, seconds: float) -> None:
         self._extra["time/checkpoint_s"] = seconds
@@ -205,7 +205,7 @@ class Observer:
         """
         now = time.monotonic()
         seconds, self._step_ended = now - self._step_ended, now
-        loads = asyncio.create_task(self._members.loads(version))
+        loads = asyncio.create_task(self._pool.loads(version))
         differences, beyond = self._probes.take()
         for line in [*self._repeated.take(), *beyond]:
             self.event("warning", f"step {number}: {line}")

@@ -306,7 +306,7 @@ class World:
     def _resize(self, workers: int) -> None:
         pool = getattr(self._controller, "_pool", None)
         if pool is not None and not pool.tasks.is_stopping:
-            pool.members.resize(workers, "by its load")
+            pool.resize(workers, "by its load")
 
     async def _driver(self, point: Any) -> Any:
         folder = parts.SimulatedFolder(self._folder, self.tells)

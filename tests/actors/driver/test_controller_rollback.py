@@ -98,7 +98,7 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
         monkeypatch.delattr(run, "_withdraw")
         settings = WorkerSettings(run._config.rollout, Path("model"), run._held_out[0], bind="127.0.0.1", resource="rollout")
         pool = RolloutPool(settings, run._config.deadlines, run._source.book, run._source.changes, run._observer)
-        monkeypatch.setattr(pool.members, "_replenish", lambda: None)
+        monkeypatch.setattr(pool, "_replenish", lambda: None)
         run._pool, run._sync, started = pool, SimpleNamespace(close=nothing), 0  # type: ignore[assignment]
         start_parts = run._start_parts
 
@@ -122,7 +122,7 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
         monkeypatch.setattr("evenkeel.actors.driver.controller.raise_when_lost", lambda *_: asyncio.sleep(60.0))
         monkeypatch.setattr("evenkeel.actors.driver.controller.lost_among", who)
         summary = await run._until_done()
-        assert (summary.steps, started, run._generation, pool.members.generation) == (STEPS, 2, 1, 1)
+        assert (summary.steps, started, run._generation, pool.generation) == (STEPS, 2, 1, 1)
 
     playing(scenario)
 

@@ -183,7 +183,7 @@ class ElasticScene:
 
     async def begin(self) -> asyncio.Task[None]:
         self.pool.start()
-        await self.pool.members.first_worker()
+        await self.pool.first_worker()
         self.pool.follow(self.sync)  # type: ignore[arg-type]
         return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))
 
@@ -192,7 +192,7 @@ class ElasticScene:
             await asyncio.sleep(0.1)
 
     def joined(self) -> list[str]:
-        return [worker.name for worker in self.pool.members.joined()]
+        return [worker.name for worker in self.pool.joined()]
 
     async def step(self, *, tells_loads: bool = True) -> None:
         """As the controller's: wait for a batch, train it, publish. Args: tells_loads: receipts bring them."""
@@ -206,7 +206,7 @@ class ElasticScene:
                 trained = len(batch)
         await asyncio.sleep(self.learner_s)
         self.sync.version += 1
-        for worker in self.pool.members.joined():
+        for worker in self.pool.joined():
             worker.sync.version = self.sync.version
             worker.sync.load = worker.actor.instance.told_load() if tells_loads else None
         self.pool.wake()

@@ -164,7 +164,7 @@ class World:
 
     async def begin(self, *, has_scored: bool = False) -> None:
         self.pool.start(has_scored=has_scored)
-        await self.pool.members.first_worker()
+        await self.pool.first_worker()
         await asyncio.sleep(0.001)
         self.pool.follow(self.sync)  # type: ignore[arg-type]
         self.feeding = asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))

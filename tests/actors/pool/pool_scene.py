@@ -139,7 +139,7 @@ class PoolScene:
     async def begin(self) -> asyncio.Task[None]:
         """Start, join, and feed; returns the feeding task."""
         self.pool.start()
-        await self.pool.members.first_worker()
+        await self.pool.first_worker()
         self.pool.follow(self.sync)  # type: ignore[arg-type]
         return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))
 

@@ -98,7 +98,7 @@ class Run:
 
     async def begin(self) -> asyncio.Task[None]:
         self.pool.start()
-        while len(list(self.pool.members.joined())) < len(self.pool.members.workers):
+        while len(list(self.pool.joined())) < len(self.pool.workers):
             await asyncio.sleep(0.001)
         self.pool.follow(self.sync)  # type: ignore[arg-type]
         return asyncio.create_task(self.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))
@@ -116,7 +116,7 @@ class Run:
         self.sync.version += 1
         self.pool.wake()
         self.books.advance(self.sync.version, trained)
-        for place, worker in enumerate(self.pool.members.joined(), start=1):
+        for place, worker in enumerate(self.pool.joined(), start=1):
             asyncio.get_running_loop().call_later(place * RECEIPTS_APART_S, self._receipt, worker, self.sync.version)
 
     def _receipt(self, worker: Any, version: int) -> None:
@@ -124,7 +124,7 @@ class Run:
         self.pool.wake()
 
     def under_way(self) -> list[int]:
-        return [len(worker.groups) for worker in self.pool.members.joined()]
+        return [len(worker.groups) for worker in self.pool.joined()]
 
     async def groups_per_second(self, steps: int) -> float:
         """Over so many steps, the first three left out."""
@@ -218,7 +218,7 @@ def test_an_evaluation_during_training_starves_neither(
         await asyncio.sleep(5.0)
         asking = asyncio.create_task(run.pool.answer([prompt(i) for i in range(answers // samples)], how))
         await asyncio.sleep(0.01)
-        workers = list(run.pool.members.joined())
+        workers = list(run.pool.joined())
         taken = {worker.questions for worker in workers}
         assert taken == {share}, "they don't wait for the groups that wait, and don't take more than their share"
         await asyncio.sleep(2.0)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from evenkeel.actors.carriers import ScalingCause, Ticket
-from evenkeel.actors.pool.draining import first_to_leave
 from evenkeel.actors.pool.preemption import watch_nodes
+from evenkeel.actors.pool.workers import first_to_leave
 from evenkeel.actors.processes.long_wait import LongWait
 from evenkeel.actors.processes.stopwatch import Stopwatch
 from evenkeel.actors.processes.supervision import HALF_OVER
@@ -31,7 +31,7 @@ def test_a_worker_that_leaves_ends_what_it_can_and_gets_nothing_new(monkeypatch:
         scene = ElasticScene(monkeypatch, workers=2)
         feeding = await scene.begin()
         await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[1].under_way) == 4)
-        scene.pool.members.resize(1, "the test says so")
+        scene.pool.resize(1, "the test says so")
         assert scene.joined() == ["0"]
         await scene.step()
         await scene.until(lambda: scene.left == ["1"])
@@ -57,11 +57,11 @@ def test_what_is_not_ended_in_time_goes_on_elsewhere_from_its_tokens(monkeypatch
         await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[1].under_way) == 4)
         await asyncio.sleep(5.0)
         began = scene.now
-        scene.pool.members.resize(1, "the test says so")
+        scene.pool.resize(1, "the test says so")
         await scene.until(lambda: scene.left == ["1"])
         assert 19.9 < scene.engines[1].ended[0] - began - hand_back_s < 22.0, "it works as long as it may"
         assert scene.handed_back[0] == 4 and 4 * 2 * 24 <= scene.handed_back[1] <= 4 * 2 * 27
-        assert [worker.groups for worker in scene.pool.members.joined()] == [set(range(8))], "they go on at once"
+        assert [worker.groups for worker in scene.pool.joined()] == [set(range(8))], "they go on at once"
         await scene.step()
         assert sorted(before > 0 for _, _, before in scene.sampled) == [False] * 4 + [True] * 4
         assert any("4 groups go on elsewhere from" in event for event in scene.events)
@@ -78,7 +78,7 @@ def test_a_worker_that_dies_while_it_leaves_loses_no_group(monkeypatch: pytest.M
         await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[1].under_way) == 4)
         scene.engines[1].dies = True
         scene.pool._groups.failed(99, "1")
-        scene.pool.members.resize(1, "the test says so")
+        scene.pool.resize(1, "the test says so")
         await scene.until(lambda: scene.left == ["1"])
         await scene.step()
         assert scene.pool._groups._in_a_row == {}, "spot nodes come and go for weeks"
@@ -132,7 +132,7 @@ def test_an_engine_that_does_not_start_on_its_node_is_a_failure(monkeypatch: pyt
         scene.engine_s = 51.0
         scene.pool.start()
         with pytest.raises(Exception, match="start of rollout worker 2: not done in 50 s"):
-            await scene.pool.members.first_worker()
+            await scene.pool.first_worker()
         assert scene.now > 3 * 50.0, "the first worker has three attempts"
 
     simulate(scenario)
@@ -143,7 +143,7 @@ def test_a_worker_without_a_node_is_the_first_to_go_and_needs_no_time(monkeypatc
         scene = ElasticScene(monkeypatch, workers=3, nodes=2)
         feeding = await scene.begin()
         await scene.until(lambda: len(scene.joined()) == 2)
-        scene.pool.members.resize(2, "the test says so")
+        scene.pool.resize(2, "the test says so")
         await asyncio.sleep(0.6)
         assert scene.left == ["2"] and scene.killed == ["2"] and scene.joined() == ["0", "1"] and not scene.pool.has_failed
         feeding.cancel()
@@ -190,7 +190,7 @@ def test_a_node_that_is_drained_gets_back_what_its_grace_allows(
         feeding = await scene.begin()
         await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[0].under_way) == 4)
         began = scene.now
-        scene.pool.members._node_leaves("node0", left_s)
+        scene.pool._node_leaves("node0", left_s)
         assert len(scene.engines) == 3
         await scene.until(lambda: scene.left == ["0"])
         assert worked_s - 0.1 < scene.engines[0].ended[0] - began < worked_s + 2.0
@@ -207,9 +207,9 @@ def test_a_worker_whose_engine_starts_on_a_node_that_is_drained_never_joins(monk
         scene = ElasticScene(monkeypatch, workers=2)
         feeding = await scene.begin()
         await scene.until(lambda: len(scene.joined()) == 2)
-        scene.pool.members.resize(3, "the test says so")
+        scene.pool.resize(3, "the test says so")
         await asyncio.sleep(1.0)
-        scene.pool.members._node_leaves("node2", 60.0)
+        scene.pool._node_leaves("node2", 60.0)
         assert scene.left == [], "which worker is on that node is not known yet"
         await scene.until(lambda: scene.left == ["2"])
         assert [engine.name for engine in scene.engines] == ["0", "1", "2", "3"] and scene.engines[2].ended and scene.killed == ["2"]
@@ -259,12 +259,12 @@ def test_a_pool_keeps_of_drained_nodes_those_that_are_not_gone_yet(monkeypatch: 
 
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, workers=2)
-        monkeypatch.setattr("evenkeel.actors.pool.membership.ray.is_initialized", lambda: True)
+        monkeypatch.setattr("evenkeel.actors.pool.pool.ray.is_initialized", lambda: True)
         kept: list[set[str]] = []
 
         async def look() -> None:
             while True:
-                kept.append(set(scene.pool.members._draining))
+                kept.append(set(scene.pool._draining))
                 await asyncio.sleep(0.005)
 
         scene.pool.start()
@@ -283,8 +283,8 @@ def test_an_evaluation_outlives_a_worker_that_leaves(monkeypatch: pytest.MonkeyP
         asked = [prompt(i) for i in range(64)]
         asking = asyncio.create_task(scene.pool.answer(asked, AnswerSampling()))
         await asyncio.sleep(1.0)
-        assert all(worker.questions for worker in scene.pool.members.joined())
-        scene.pool.members.resize(1, "the test says so")
+        assert all(worker.questions for worker in scene.pool.joined())
+        scene.pool.resize(1, "the test says so")
         assert await asking == [p.prompt_id for p in asked]  # type: ignore[comparison-overlap]
 
     simulate(scenario)
@@ -300,7 +300,7 @@ def test_the_pool_follows_a_learner_that_becomes_slower(monkeypatch: pytest.Monk
         feeding = await scene.begin()
         for _ in range(40):
             await scene.step()
-        assert scene.pool.members.target == 3 and scene.joined() == ["0", "1", "2"]
+        assert scene.pool.target == 3 and scene.joined() == ["0", "1", "2"]
         assert [(d.target, d.cause) for d in scene.decisions] == [(3, ScalingCause.LEARNER_WAITS)]
         for _ in range(20):
             await scene.step()
@@ -308,7 +308,7 @@ def test_the_pool_follows_a_learner_that_becomes_slower(monkeypatch: pytest.Monk
         scene.learner_s = 60.0
         for _ in range(20):
             await scene.step()
-        assert scene.pool.members.target == 1 and len(scene.joined()) == 1 and len(scene.left) == 2
+        assert scene.pool.target == 1 and len(scene.joined()) == 1 and len(scene.left) == 2
         assert {d.cause for d in scene.decisions[1:]} == {ScalingCause.WORKERS_WAIT}
         scene.assert_balanced()
         feeding.cancel()
@@ -324,7 +324,7 @@ def test_a_pool_that_follows_asks_no_worker_whose_receipt_told_its_load(
 
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, min_workers=2, max_workers=3, max_staleness=3)
-        monkeypatch.setattr(scene.pool.members, "resize", lambda *_: None)
+        monkeypatch.setattr(scene.pool, "resize", lambda *_: None)
         feeding = await scene.begin()
         await scene.until(lambda: len(scene.joined()) == 2)
         for _ in range(10):
@@ -358,7 +358,7 @@ def test_a_fixed_pool_does_not_follow_anything(monkeypatch: pytest.MonkeyPatch) 
         feeding = await scene.begin()
         for _ in range(20):
             await scene.step()
-        assert scene.decisions == [] and scene.pool.members.target == 1
+        assert scene.decisions == [] and scene.pool.target == 1
         feeding.cancel()
 
     simulate(scenario)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from evenkeel.actors.pool.faults import FEWEST_FAILED
-from evenkeel.actors.pool.scoring import PATIENCE_S
+from evenkeel.actors.pool.faults import FEWEST_FAILED, PATIENCE_S
 from evenkeel.correction.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
 from evenkeel.rollout.rewards.rewards import RewardError
 from tests.actors.pool.mortal_workers import START_S, Mortal, World, play
@@ -184,14 +183,14 @@ def test_a_replacement_that_waits_keeps_its_place(monkeypatch: pytest.MonkeyPatc
         before = len(world.mortals)
         waits = list(failed)
         if change == "drained":
-            world.pool.members._node_leaves("1", None)
+            world.pool._node_leaves("1", None)
         else:
-            world.pool.members.resize(4, "a test")
-        assert len(world.mortals) == before + 1 and world.pool.members._replacing == 1
+            world.pool.resize(4, "a test")
+        assert len(world.mortals) == before + 1 and world.pool._replacing == 1
         world.node_of = lambda name: "good"
         await asyncio.sleep(120.0)
-        assert len(world.mortals) == before + 2 and world.pool.members._replacing == 0 and failed == waits and not world.pool.has_failed
-        assert len(world.pool.members.versions()) == world.pool.members.target
+        assert len(world.mortals) == before + 2 and world.pool._replacing == 0 and failed == waits and not world.pool.has_failed
+        assert len(world.pool.versions()) == world.pool.target
         assert f"{len(waits)} starts in a row failed" in pauses_said(world)[-1]
 
     play(scenario)
@@ -255,7 +254,7 @@ def test_starts_that_fail_in_one_place_wait_longer_each_time_though_others_work(
         assert not world.pool.has_failed and len(world.mortals["1"].finished) > 250
         bad.clear()
         await asyncio.sleep(400.0)
-        started = world.pool.members.versions()
+        started = world.pool.versions()
         assert set(started) == {"1", str(len(world.mortals) - 1)}
         bad.append("bad")
         world.mortals[str(len(world.mortals) - 1)].dead.set()

@@ -212,7 +212,7 @@ def test_a_group_that_failed_waits_for_a_worker_that_is_behind_as_long_as_weight
         world.sample = fails_once
         await world.begin()
         world.sync.version = 1
-        first, behind = world.pool.members.joined()
+        first, behind = world.pool.joined()
         first.sync.version = 1
         if there_after_s is not None:
             await asyncio.sleep(there_after_s)
@@ -255,11 +255,11 @@ def test_hundreds_of_workers_are_looked_through_for_many_changes_together(monkey
         looks: list[float] = []
         take = WaitingWork.take
         monkeypatch.setattr(WaitingWork, "take", lambda self, *workers: looks.append(world.now) or take(self, *workers))
-        for worker in world.pool.members.joined():
+        for worker in world.pool.joined():
             worker.sync.version = -1  # a version is out, and nobody has it yet
         await asyncio.sleep(GROUP_S / 2)
         looks.clear()
-        for worker in world.pool.members.joined():
+        for worker in world.pool.joined():
             worker.sync.version = 0
             world.pool.wake()
             await asyncio.sleep(0.001)

@@ -202,7 +202,7 @@ def test_a_large_pool_asks_a_third_as_often(monkeypatch: pytest.MonkeyPatch, wor
         while not world.lost:
             await asyncio.sleep(0.5)
         assert 30.0 <= world.now - froze <= 30.5 + pause_s
-        worker, asked = world.pool.members.workers["1"], world.mortals["1"].loads
+        worker, asked = world.pool.workers["1"], world.mortals["1"].loads
         for _ in range(6):
             worker.sync.answered_at = world.now
             await asyncio.sleep(pause_s - 1.0)

@@ -173,7 +173,7 @@ def test_a_call_that_hangs_in_a_worker_that_lives_keeps_its_slot_until_it_is_abo
 
         async def abort(mortal: Mortal, group_id: int) -> None:
             aborted.append((mortal.name, world.now))
-            handle = world.pool.members.workers[mortal.name]
+            handle = world.pool.workers[mortal.name]
             await asyncio.sleep(7.0)
             slots.append(group_id in handle.groups)
 

@@ -49,7 +49,7 @@ def test_a_dirty_engine_is_synced_again_and_its_worker_stays(monkeypatch: pytest
         del scene.faults["0"]
         await asyncio.sleep(0.1)
         worker = scene.workers["0"]
-        assert (worker.sampled, worker.answered) == ([], 0) and scene.pool.members.counts() == (1, 0), "no work without a receipt"
+        assert (worker.sampled, worker.answered) == ([], 0) and scene.pool.counts() == (1, 0), "no work without a receipt"
         scene.sync.dirty[0].version = 0
         scene.pool.wake()
         if asking is not None:
@@ -102,7 +102,7 @@ def test_loads_are_asked_for_at_once_and_a_worker_that_hangs_is_left_out(monkeyp
         scene.pool.start()
         while len(scene.joined) < 4:
             await asyncio.sleep(0.01)
-        assert await scene.pool.members.loads() == {name: WorkerLoad(1.0, 2.0, 3, 4) for name in ("0", "1", "3")}
+        assert await scene.pool.loads() == {name: WorkerLoad(1.0, 2.0, 3, 4) for name in ("0", "1", "3")}
 
     play(scenario)
 
@@ -122,7 +122,7 @@ def test_after_a_step_the_loads_come_with_the_receipts_of_its_version(monkeypatc
         await scene.begin()
         while len(scene.joined) < 3:
             await asyncio.sleep(0.01)
-        targets = {name: worker.sync for name, worker in scene.pool.members.workers.items()}
+        targets = {name: worker.sync for name, worker in scene.pool.workers.items()}
 
         async def takes(name: str, seconds: float) -> None:
             await asyncio.sleep(seconds)
@@ -133,9 +133,9 @@ def test_after_a_step_the_loads_come_with_the_receipts_of_its_version(monkeypatc
             targets[name].task = asyncio.create_task(takes(name, seconds))
         targets["2"].load = WorkerLoad(12.0, 20.0, 30, 40)
         receipts = {name: WorkerLoad(10.0 + int(name), 20.0, 30, 40) for name in "01"}
-        assert await scene.pool.members.loads(1) == receipts | {"2": WorkerLoad(1.0, 2.0, 3, 4)} and asked == ["2"]
+        assert await scene.pool.loads(1) == receipts | {"2": WorkerLoad(1.0, 2.0, 3, 4)} and asked == ["2"]
         asked.clear()
-        assert await scene.pool.members.loads(2) == dict.fromkeys("012", WorkerLoad(1.0, 2.0, 3, 4)) and sorted(asked) == ["0", "1", "2"]
+        assert await scene.pool.loads(2) == dict.fromkeys("012", WorkerLoad(1.0, 2.0, 3, 4)) and sorted(asked) == ["0", "1", "2"]
 
     play(scenario)
 
@@ -161,7 +161,7 @@ def test_calls_that_begin_together_are_made_a_few_in_each_iteration_of_the_event
         await scene.until_finished(24)
         assert len(made) == 24 and max(Counter(made).values()) == 2
         made.clear()
-        assert len(await scene.pool.members.loads()) == 8 and max(Counter(made).values()) == 2
+        assert len(await scene.pool.loads()) == 8 and max(Counter(made).values()) == 2
         feeding.cancel()
 
     play(scenario)
@@ -174,7 +174,7 @@ def test_groups_that_wait_for_their_turn_are_not_sent_to_a_worker_that_failed(mo
     async def scenario() -> None:
         scene = PoolScene(monkeypatch, places=4)
         (await scene.begin()).cancel()
-        worker, calls = scene.pool.members.workers["0"], list[int]()
+        worker, calls = scene.pool.workers["0"], list[int]()
 
         async def note() -> None:
             calls.append(1)
@@ -184,9 +184,9 @@ def test_groups_that_wait_for_their_turn_are_not_sent_to_a_worker_that_failed(mo
         for ticket in scene.books.admit(prompts(0, 4)):
             scene.pool.tasks.spawn(scene.pool._sample(worker, ticket))
         if fault == "killed":
-            scene.pool.members.lost(worker, "killed")
+            scene.pool.lost(worker, "killed")
         else:
-            scene.pool.members.sync.resync(worker.sync, "dirty")  # type: ignore[union-attr]
+            scene.pool.sync.resync(worker.sync, "dirty")  # type: ignore[union-attr]
         await asyncio.sleep(0.05)
         assert not calls and not scene.pool._groups.were_lost(range(4))
         if fault == "killed":
@@ -252,7 +252,7 @@ def test_an_answer_that_comes_after_the_work_was_withdrawn_reaches_no_book(monke
         go_on, looked_at = asyncio.Event(), numbers_looked_at(monkeypatch)
         scene = PoolScene(monkeypatch, faults={"0": go_on.wait}, places=1)
         await scene.begin()
-        while not scene.pool.members.workers["0"].groups:
+        while not scene.pool.workers["0"].groups:
             await asyncio.sleep(0.01)
         old, new = scene.books, OpenBook(groups_per_step=1, max_staleness=0)
         new.admit([prompt(0)])
@@ -302,7 +302,7 @@ def test_work_goes_only_to_engines_that_hold_the_published_weights(monkeypatch: 
             await asyncio.sleep(0.01)
         await scene.until_finished(8)
         assert scene.workers["0"].sampled == []
-        assert scene.pool.members.counts() == (2, 1)
+        assert scene.pool.counts() == (2, 1)
 
     play(scenario)
 
@@ -316,7 +316,7 @@ def test_work_is_spread_by_load(monkeypatch: pytest.MonkeyPatch) -> None:
         scene.pool.follow(scene.sync)  # type: ignore[arg-type]
         feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in itertools.count()), [], lambda _: None, lambda _: None))
         await asyncio.sleep(0.2)
-        assert [len(worker.groups) for worker in scene.pool.members.workers.values()] == [4, 4]
+        assert [len(worker.groups) for worker in scene.pool.workers.values()] == [4, 4]
         feeding.cancel()
 
     play(scenario)
@@ -334,7 +334,7 @@ def test_the_next_prompts_are_made_while_the_engines_are_at_work(monkeypatch: py
         positions = itertools.count()
         feeding = asyncio.create_task(scene.pool.feed((prompt(i) for i in positions), [], lambda _: None, lambda _: None))
         await asyncio.sleep(0.2)
-        admitted = sum(len(worker.groups) for worker in scene.pool.members.workers.values())
+        admitted = sum(len(worker.groups) for worker in scene.pool.workers.values())
         assert admitted == 8 and next(positions) == 2 * admitted
         feeding.cancel()
 

@@ -71,6 +71,6 @@ def test_a_mistake_in_an_evaluation_is_its_own(monkeypatch: pytest.MonkeyPatch) 
             await scene.pool.answer([prompt(i) for i in range(2000)], AnswerSampling())
         await asyncio.sleep(0.05)
         assert not scene.pool.has_failed and not scene.pool._work and scene.left == []
-        assert [worker.questions for worker in scene.pool.members.workers.values()] == [0, 0]
+        assert [worker.questions for worker in scene.pool.workers.values()] == [0, 0]
 
     play(scenario)

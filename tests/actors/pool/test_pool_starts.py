@@ -65,11 +65,11 @@ def test_a_run_that_goes_back_asks_for_the_workers_that_it_lacks(monkeypatch: py
         scene = PoolScene(monkeypatch, start_faults=dict.fromkeys("0123", raised(late)))
         with pytest.raises(EvenkeelError, match="not done in 150 s"):
             await scene.begin()
-        assert not scene.pool.members.workers
+        assert not scene.pool.workers
         await scene.pool.withdraw()
         monkeypatch.setattr(Worker, "follow", lambda *_: asyncio.sleep(0), raising=False)
         scene.pool.serve(scene.books.book, scene.books.changes, 1)
-        assert len(scene.pool.members.workers) == scene.pool.members.target
+        assert len(scene.pool.workers) == scene.pool.target
 
     play(scenario)
 

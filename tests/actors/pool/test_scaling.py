@@ -8,8 +8,17 @@ import random
 import pytest
 
 from evenkeel.actors.carriers import ScalingCause
-from evenkeel.actors.pool.elastic import first_workers, limits_of
-from evenkeel.actors.pool.scaling import LEARNER_WAITS, WORKERS_WAIT, PoolLimits, ScalingRule, StepLoad, fed_by_admission, scaling_decision
+from evenkeel.actors.pool.scaling import (
+    LEARNER_WAITS,
+    WORKERS_WAIT,
+    PoolLimits,
+    ScalingRule,
+    StepLoad,
+    fed_by_admission,
+    first_workers,
+    limits_of,
+    scaling_decision,
+)
 from evenkeel.rollout.config import RolloutConfig
 
 WIDE = PoolLimits(lowest=1, highest=64, fed=64)

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from evenkeel.actors.carriers import Ticket
-from evenkeel.actors.pool.faults import GroupOutcomes, LatestGroups
-from evenkeel.actors.pool.scoring import PATIENCE_S, unscored
+from evenkeel.actors.pool.faults import PATIENCE_S, GroupOutcomes, LatestGroups, unscored
 from evenkeel.correction.errors import RequestError
 from evenkeel.rollout.trajectory import FailureKind, Group, GroupFacts
 from tests.actors.cases import group, prompt
