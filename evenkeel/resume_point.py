@@ -82,7 +82,9 @@ def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> Resume:
         return Resume(recipe, deadlines, None)
     _refuse_lost_settings(config, changed_settings(then, config), folder)
     by_disk_at_start(
-        partial(_check_reference, config, point.checkpoint), "headers of the reference policy", disk=MODEL_OR_RUN,
+        partial(_check_reference, config, point.checkpoint),
+        "headers of the reference policy",
+        disk=MODEL_OR_RUN,
         limit_s=lambda: deadlines.disk_s,
     )
     if point.checkpoint.step > config.steps:  # at the last step the evaluation may be left, see evenkeel/report/run_doctor.py
@@ -300,3 +302,25 @@ def short(value: Any) -> str:
     """A value as a sentence shows it, in YAML's words."""
     text = "empty" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def run_dir_of(recipe: Path | None, words: Sequence[str], resume: Path | None) -> Path:
+    """The folder that the run will have. Raises: ConfigError for what can't be read; OSError; DiskLate."""
+    if resume is None:
+        from evenkeel.actors.record.ownership import fresh_path
+
+        config = recipe_of(recipe, words).config
+        return config.run_dir or fresh_path(Path("runs"), config.name)
+    for word in words:
+        if "=" not in word and Path(word).suffix in (".yaml", ".yml"):
+            raise ConfigError(f"{word}: --resume takes no recipe, {resume} holds the one that it was started with; leave it out")
+    from evenkeel.actors.record.run_folder import RunFolder
+    from evenkeel.resume_point import run_recipe
+
+    by_disk_at_start(lambda: run_recipe(RunFolder.view(resume), words), "the run's settings")
+    return resume
+
+
+def recipe_of(recipe: Path | None, words: Sequence[str]) -> Recipe[RunConfig]:
+    """The recipe of a new run. Raises: ConfigError; OSError; DiskLate."""
+    return by_disk_at_start(lambda: read_recipe(RunConfig, recipe, words), f"the recipe {recipe}", disk="its disk")

@@ -23,8 +23,7 @@ from evenkeel.engines.contract import expert_count
 from evenkeel.learner.hf.folder import read_json, side_files
 from evenkeel.learner.hf.tensor_files import save_model
 from evenkeel.plan.shape import ModelShape
-from evenkeel.resume_point import with_absolute_paths
-from evenkeel.train_arguments import recipe_of
+from evenkeel.resume_point import recipe_of, with_absolute_paths
 from evenkeel.training import train_run
 
 LAYERS = 2

@@ -1,15 +1,20 @@
-"""The configuration with which a model is asked a task: a recipe's, or one made up around the name of a data set."""
+"""What a model is asked: the configuration, a recipe's or one made up around the name of a data set; and a task with its questions."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evenkeel.actors.config import RunConfig
+from evenkeel.actors.processes.disk_at_start import by_disk_at_start
 from evenkeel.correction.errors import DataError
 from evenkeel.recipe import load_config
+from evenkeel.rollout.config import TaskConfig
+from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.tasks.tasks import Task, build_task
 
 LONGEST_ANSWER = 256
 """Tokens of an answer to a data set that has no recipe, if that is at most a quarter of the model's context."""
@@ -65,3 +70,18 @@ def model_context(model: Path) -> int:
         return 4 * LONGEST_ANSWER  # what is wrong with the folder is said where it is read
     shape = shape.get("text_config", shape) if isinstance(shape, dict) else {}
     return int(shape.get("max_position_embeddings", 4 * LONGEST_ANSWER))
+
+
+DISK_OR_HUB = "their disk, or the hub"
+IF_SLOW = "If it is only slow, raise deadlines.start_s; what has been downloaded by now is kept"
+
+
+def questions(task: TaskConfig, limit_s: float, encoder: ChatEncoder | None = None) -> Task:
+    """The task; all questions of a file or a data set are in memory then. It is told every half minute what is waited for.
+
+    Args: limit_s: deadline, seconds; some minutes at least.
+    Raises: as build_task; DiskLate.
+    """
+    what = f"the questions of the task ({getattr(task, 'path', task.kind)})"
+    make = partial(build_task, task, encoder)
+    return by_disk_at_start(make, what, disk=DISK_OR_HUB, computes=True, remedy=IF_SLOW, limit_s=lambda: limit_s)

@@ -41,10 +41,9 @@ from evenkeel.plan.shape import ModelShape
 from evenkeel.preparation import prepare
 from evenkeel.recipe import Recipe
 from evenkeel.report.run_doctor import EVALUATION, left_after_training
-from evenkeel.resume_point import find_resume_point, recipe_as_kept, with_absolute_paths, with_settings
+from evenkeel.resume_point import find_resume_point, recipe_as_kept, recipe_of, with_absolute_paths, with_settings
 from evenkeel.rollout.stacks import register_stack_dump
 from evenkeel.rollout.tasks.tasks import Task
-from evenkeel.train_arguments import recipe_of
 
 T = TypeVar("T")
 _LEFT_S = 600.0

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from evenkeel.preparation import prepare
-from evenkeel.train_arguments import recipe_of
+from evenkeel.resume_point import recipe_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text().split("## A whole recipe")[1].split("\n## ")[0]
 RECIPE, QUESTIONS, REWARD = re.findall(r"```(?:yaml|python|)\n(.*?)```", PAGE, re.DOTALL)

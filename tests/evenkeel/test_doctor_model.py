@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from evenkeel.actors.config import RunConfig
 from evenkeel.cli import app
 from evenkeel.correction.errors import ConfigError
-from evenkeel.doctor_model import model_page
+from evenkeel.doctor_command import model_page
 from evenkeel.preparation import check_inputs
 from evenkeel.recipe import load_config
 from tests.rollout.family_tokenizers import FAMILIES

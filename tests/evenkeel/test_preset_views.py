@@ -10,7 +10,7 @@ from rich.console import Console
 
 from evenkeel.correction import PRESETS, ConfigError, CorrectionConfig
 from evenkeel.correction.presets.methods import SHORT_NAMES
-from evenkeel.preset_views import show_preset, show_presets
+from evenkeel.explain import show_preset, show_presets
 
 
 def shown(name: str = "", *, width: int = 80, terminal: bool = True) -> list[str]:

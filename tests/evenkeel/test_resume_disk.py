@@ -32,12 +32,11 @@ from evenkeel.doctor import gather
 from evenkeel.doctor.facts import NodeFacts
 from evenkeel.learner.weights import file_sums
 from evenkeel.preparation import prepare
-from evenkeel.questions import questions
 from evenkeel.recipe import load_config
 from evenkeel.report.run_doctor import diagnose_run, page
-from evenkeel.resume_point import find_resume_point, run_recipe
+from evenkeel.resume_point import find_resume_point, run_dir_of, run_recipe
 from evenkeel.rollout.config import FileTask
-from evenkeel.train_arguments import run_dir_of
+from evenkeel.task_config import questions
 from evenkeel.training import train_run
 from tests.e2e.launch import RECIPE
 from tests.evenkeel.disk_clock import notice_first

@@ -62,7 +62,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_a_warning_of_a_logger_stands_above_the_live_panel() -> None:
     """The panel is drawn over what it drew before: a line that is written past it leaves half of it behind."""
-    from evenkeel.quiet_libraries import ToStandardError
+    from evenkeel.cli import ToStandardError
 
     handler, record = ToStandardError(), logging.makeLogRecord({"msg": "waiting for an engine"})
     view, out = watch(terminal=True)
