@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from evenkeel.actors.cluster.address import NoClusterError
 from evenkeel.actors.cluster.hub import outline_folder
 from evenkeel.actors.config import HubName, RunConfig
 from evenkeel.actors.processes.disk_at_start import by_disk_at_start
 from evenkeel.actors.settings.devices import visible_gpus
-from evenkeel.actors.settings.resolve import kept, with_engine_types
+from evenkeel.actors.settings.resolve import asks_for_gpus, kept, refusals, with_engine_types
 from evenkeel.correction.errors import ConfigError, EvenkeelError, counted
 from evenkeel.doctor.facts import Complaint, NodeFacts, PaperFacts, Severity
 from evenkeel.doctor.gather import home_of_run, nodes_of_cluster, own_machine
@@ -32,6 +33,7 @@ from evenkeel.doctor.on_paper import enough, on_paper, worst_first
 from evenkeel.doctor.start_checks import check_on_paper_or_refuse
 from evenkeel.doctor.surroundings import check_surroundings
 from evenkeel.learner.hf.folder import read_config
+from evenkeel.plan.layouts import Gpus
 from evenkeel.plan.shape import check_is_model
 from evenkeel.rollout.config import FileTask, RolloutConfig
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
@@ -105,8 +107,8 @@ def doctor(
     memory. With --gpus it makes the first part alone, from config.json, for GPUs that aren't here.
     `evenkeel train` makes the same checks, and stops at what can't work.
 
-    For a model's folder, or hf:NAME, it shows what tokenizer, chat template and configs say: the tokens that end an answer, the system
-    turn, the prompt of a question with its special tokens, and how long prompts and answers may be.
+    For a model's folder, or hf:NAME, it shows what tokenizer, chat template and configs say: the tokens that end an answer, how long
+    prompts and answers may be, and the prompt of a question with its system turn and special tokens.
 
     For a run's folder it says how the run ended, what it waited for, which part was slow or gone, whether all prompts are accounted for,
     and what to do.
@@ -158,8 +160,6 @@ def _of_run(folder: Path, overrides: list[str]) -> str:
 
 
 def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]]:
-    from evenkeel.plan.layouts import Gpus
-
     if not gpus:
         return _found_here(config)
     kind = Gpus.parse(gpus)
@@ -172,8 +172,6 @@ def _found(config: RunConfig, gpus: str) -> tuple[list[Complaint], list[Request]
 
 def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
     """On this machine, or on the cluster at ray.address; of one that can't be joined the refusal, and what is known without it."""
-    from evenkeel.actors.cluster.address import NoClusterError
-    from evenkeel.actors.settings.resolve import asks_for_gpus, refusals
     from evenkeel.resume_point import with_absolute_paths
 
     config = with_absolute_paths(config)  # as train names them
@@ -235,7 +233,7 @@ def _nodes(config: RunConfig, facts: PaperFacts) -> list[NodeFacts]:
         return nodes_of_cluster(config, None if facts.closed_folder else home_of_run(config))
 
 
-_QUESTION, _SAID = "What is 17 + 25?", "evenkeel-system"
+_QUESTION = "What is 17 + 25?"
 _BARE = FileTask(path=Path("none"))
 """A task's settings of prompts, where there is no task."""
 
@@ -269,7 +267,6 @@ def model_page(target: Path, task: str, overrides: Sequence[str]) -> Iterator[tu
     yield "model", f"{escape(str(target))}: {shape.model_type}, context of {shape.max_position_embeddings} tokens"
     yield from _ends(encoder)
     yield from _lengths(rollout, shape.max_position_embeddings)
-    yield "system turn", escape(_system(encoder))
     ids = prompt or encoder.encode(_QUESTION)
     yield "prompt", escape(f"{counted(len(ids), 'token')}, special ones in brackets: {from_where}")
     yield from (("", line) for line in _marked(encoder, ids).split("\n"))
@@ -290,28 +287,6 @@ def _lengths(rollout: RolloutConfig | None, model_context: int) -> Iterator[tupl
     yield "lengths", f"prompt and answer at most {together} tokens together, a prompt at most {prompt}: {engine.room_text}"
     if rollout is not None:
         yield "", f"rollout.sampling.max_tokens = {rollout.sampling.max_tokens} leaves {rollout.longest_prompt} for a prompt"
-
-
-def _system(encoder: ChatEncoder) -> str:
-    """What a system turn says, and who makes it."""
-    if encoder.system_prompt is not None:
-        return f"{encoder.system_prompt!r} (rollout.task.system_prompt)"
-    if not encoder.apply_chat_template:
-        return "none, without the chat template"
-
-    def rendered(*turns: tuple[str, str]) -> str:
-        asked = [{"role": role, "content": content} for role, content in turns]
-        return str(encoder.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **encoder.chat_template_kwargs))
-
-    try:
-        before, found, after = rendered(("system", _SAID), ("user", _QUESTION)).partition(_SAID)
-    except Exception:  # whatever a template raises
-        return "none; the chat template takes none"
-    if not found:
-        return "none; the chat template leaves it out"
-    prompt = rendered(("user", _QUESTION))
-    own, is_there, _ = prompt.removeprefix(before).partition(after.partition(_QUESTION)[0])
-    return f"{own!r} (the chat template's own)" if is_there and prompt.startswith(before) else "none"
 
 
 def _marked(encoder: ChatEncoder, ids: Sequence[int]) -> str:

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from evenkeel.actors.config import RunConfig
 from evenkeel.correction.errors import counted
 from evenkeel.doctor.facts import Complaint, PaperFacts
 from evenkeel.doctor.memory_rules import gib, rank_options
-from evenkeel.doctor_command import findings
+from evenkeel.doctor.on_paper import enough, on_paper, worst_first
+from evenkeel.doctor.start_checks import check_on_paper_or_refuse
+from evenkeel.doctor_command import UNFIT, findings, show
 from evenkeel.learner.model_fit import layout_obstacles
 from evenkeel.plan.hosts import HostMemory, Traffic, hosts, traffic
 from evenkeel.plan.layouts import Gpus, Layout, layouts
@@ -152,13 +157,6 @@ def plan(
 
     Exit codes: 0 there is a plan, whatever is said of it; 1 the recipe or the model's config.json leaves nothing to plan with.
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from evenkeel.doctor.on_paper import enough, on_paper, worst_first
-    from evenkeel.doctor.start_checks import check_on_paper_or_refuse
-    from evenkeel.doctor_command import UNFIT, show
     from evenkeel.recipe import load_config
 
     kind, console = Gpus.parse(gpus), Console(highlight=False, soft_wrap=not sys.stdout.isatty())

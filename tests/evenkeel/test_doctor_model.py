@@ -30,7 +30,7 @@ def page(folder: Path, task: str = "", *overrides: str) -> dict[str, str]:
     return lines
 
 
-def test_a_base_model_shows_who_names_which_end_and_the_system_turn_of_its_template(tmp_path: Path) -> None:
+def test_a_base_model_shows_who_names_which_end_and_its_template_s_system_turn_in_the_prompt(tmp_path: Path) -> None:
     found = page(FAMILIES["Qwen2.5, a base model"].save(tmp_path / "m"))
     assert found["answers end at"] == (
         "<|endoftext|> (0): tokenizer's eos_token, config.json, generation_config.json\n<|im_end|> (2): chat template"
@@ -40,16 +40,7 @@ def test_a_base_model_shows_who_names_which_end_and_the_system_turn_of_its_templ
         "generation_config.json name <|endoftext|> alone, and engines are told"
     )
     said = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-    assert found["system turn"] == f"{said!r} (the chat template's own)"
     assert found["prompt"].split("\n")[1:3] == ["⟦<|im_start|>⟧system", f"{said}⟦<|im_end|>⟧"]
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("Qwen3", "none"), ("Llama 3", "none"), ("GLM-4", "none"), ("Llama 2", "none; the chat template takes none"), ("OLMo 2", "none")],
-)
-def test_a_template_without_a_system_turn_has_none(name: str, said: str, tmp_path: Path) -> None:
-    assert page(FAMILIES[name].save(tmp_path / "m"))["system turn"] == said
 
 
 def test_a_task_shows_its_first_prompt_and_what_its_settings_leave(tiny_model: Path) -> None:
@@ -57,7 +48,6 @@ def test_a_task_shows_its_first_prompt_and_what_its_settings_leave(tiny_model: P
     found = page(tiny_model, str(RECIPE), "rollout.task.system_prompt=Spell.", "rollout.engine.context_length=128")
     assert "prompt and answer at most 126 tokens together, a prompt at most 121" in found["lengths"]
     assert found["lengths"].endswith("rollout.sampling.max_tokens = 10 leaves 116 for a prompt")
-    assert found["system turn"] == "'Spell.' (rollout.task.system_prompt)"
     lines = found["prompt"].split("\n")
     assert lines[1:3] == ["⟦<|im_start|>⟧system", "Spell.⟦<|im_end|>⟧"] and lines[-2:] == ["⟦<|im_start|>⟧assistant", ""]
     assert "Spell this word backward" in lines[4] and lines[4].endswith("⟦<|im_end|>⟧")
