@@ -116,7 +116,7 @@ def check_settings(where: str, config: Any) -> None:
     elif isinstance(config, Mapping):
         remedy = "Give CorrectionConfig(**settings)"
     elif type(config).__name__ == "CorrectionConfig":
-        remedy = "The same code was imported under two names, correction and evenkeel_correction: use one of them in a process"
+        remedy = "The same code was imported under two names, evenkeel.correction and evenkeel_correction: use one of them in a process"
     else:
         remedy = "Give a CorrectionConfig, such as CorrectionConfig(preset='tis-token')"
     raise ConfigError(f"{where}: config is {_a(config)}", remedy=remedy)

@@ -63,7 +63,7 @@ _RANKS = (
 _NODES = "tests/actors/on_two_nodes"
 """Folder whose tests share a Ray cluster."""
 
-_TREES = ("tests/test_architecture_page.py", "tests/test_imports.py", "tests/test_layers.py")
+_TREES = ("tests/test_imports.py", "tests/test_layers.py")
 """Files that read the same syntax trees."""
 
 _RUNS = (

@@ -1,4 +1,5 @@
-"""What the pages tell a reader to do and where they send them: commands that the command line takes, files and headings that exist."""
+"""What the pages tell a reader to do and where they send them: commands that the command line takes, files and headings that exist; and
+docs/architecture.md and its picture name files and folders that exist."""
 
 from __future__ import annotations
 
@@ -6,18 +7,21 @@ import ast
 import re
 import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.main import get_command
 
 from evenkeel.actors.config import RunConfig
 from evenkeel.cli import app
+from evenkeel.correction.presets.methods import PRESETS
 from evenkeel.explain import explain_lines
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "README.md"]
 KEYS = [re.sub(r"\.(NAME|N)(?=\.|$)", r"\\.[^.]+", line.path) for line in explain_lines(RunConfig)]
+ARCHITECTURE, PICTURE = ROOT / "docs" / "architecture.md", ROOT / "docs" / "images" / "architecture.svg"
 OPEN_KEYS = ("rollout.task.options", "rollout.task.chat_template_kwargs", "rollout.engine.engine_args")
 """Mappings whose keys are another package's."""
 
@@ -107,3 +111,20 @@ def test_a_page_says_of_each_file_that_a_run_leaves_what_it_is() -> None:
     assert {"metrics.jsonl", "evaluations.jsonl", "stacks/", "report.html"} <= set(names), "the list was not read"
     table = (ROOT / "docs" / "how_it_works.md").read_text().split("## What a run leaves")[1].split("\n## ")[0]
     assert [name for name in names if f"`{name}" not in table] == []
+
+
+def test_every_file_that_the_architecture_page_names_exists() -> None:
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", ARCHITECTURE.read_text()))
+    assert len(named) > 50, "the page names no files: the test would pass for nothing"
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_every_file_and_folder_of_the_picture_exists() -> None:
+    lines = [one.text or "" for one in ElementTree.parse(PICTURE).iter("{http://www.w3.org/2000/svg}text")]
+    named = {name for line in lines for name in re.findall(r"\b(?:[a-z_]+/)+(?:\w+\.py)?", line)}
+    assert {"actors/ranks/", "actors/record/", "evenkeel/", "lab/"} <= named, "a name was not seen"
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_number_of_presets_in_readme_is_theirs() -> None:
+    assert re.findall(r"\[(\d+) published methods\]", (ROOT / "README.md").read_text()) == [str(len(PRESETS))]

@@ -1,5 +1,4 @@
-"""`make train` and `make gpu`: which installation, on which device, and what is said on a machine with a GPU. Nothing is installed. And the
-last line of `make test`."""
+"""`make train` and `make gpu`: which installation, on which device, and what is said on a machine with a GPU. Nothing is installed."""
 
 from __future__ import annotations
 
@@ -7,11 +6,8 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-
-from tests import conftest
 
 ROOT = Path(__file__).parents[1]
 DEVICES = 'echo "$(basename "$0") $* CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-unset}" >>calls\n'
@@ -93,18 +89,3 @@ def test_the_suite_hides_gpus_and_what_only_a_gpu_computes_has_a_target_of_its_o
     tests = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
     asking = {str(path.relative_to(ROOT)) for path in tests if "skipif(not torch.cuda.is_available()" in path.read_text()}
     assert len(asking) >= 3 and [one for one in asking if not one.startswith(tuple(named))] == []
-
-
-@pytest.mark.parametrize("found", [(), ("prometheus",), ("prometheus", "promtool")])
-def test_the_suite_s_last_line_says_how_to_fetch_a_prometheus_that_is_not_there(
-    found: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After all that pytest itself has to say; nothing if both of its programs are there."""
-    for name in found:
-        (tmp_path / name).touch()
-    monkeypatch.setattr(conftest, "PROMETHEUS", tmp_path)
-    lines: list[str] = []
-    summary = conftest.pytest_terminal_summary(SimpleNamespace(write_line=lambda line, **_: lines.append(line)))
-    assert [next(summary), *summary, len(lines)] == [None, 0 if len(found) == 2 else 1]
-    assert all(line.startswith("without a real Prometheus") and "deploy/fetch_prometheus.sh" in line for line in lines)
-    assert (ROOT / "deploy" / "fetch_prometheus.sh").exists()

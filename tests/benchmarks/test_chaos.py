@@ -106,7 +106,7 @@ def test_a_seed_gives_the_same_blows_with_every_deed() -> None:
 
 def test_a_fault_is_over_when_the_run_is_further_and_alone_if_nothing_else_came() -> None:
     strikes = Strikes(random.Random(0), every_s=1e9)
-    first, second, third = (Strike(at, "queue", "queue killed", "queue killed", step) for at, step in ((10.0, 5), (12.0, 5), (40.0, 7)))
+    first, second, third = (Strike(at, "driver", "driver killed", "driver killed", step) for at, step in ((10.0, 5), (12.0, 5), (40.0, 7)))
     strikes.told, second.is_alone, first.is_alone = [first, second], False, False
     strikes.watch(lambda: 20.0, lambda: 5)
     assert first.recovered_s is None
@@ -114,14 +114,14 @@ def test_a_fault_is_over_when_the_run_is_further_and_alone_if_nothing_else_came(
     strikes.told.append(third)
     strikes.watch(lambda: 46.0, lambda: 8)
     assert [one.recovered_s for one in strikes.told] == [15.0, 13.0, 6.0]
-    assert table(strikes.told).splitlines()[-1] == "| queue killed | 3 | 1 | 6.0 | 15.0 | 0 |"
+    assert table(strikes.told).splitlines()[-1] == "| driver killed | 3 | 1 | 6.0 | 15.0 | 0 |"
 
 
 def test_the_useful_share_is_told_with_the_faults_a_step(tmp_path: Path) -> None:
     def played(name: str, training_s: float, faults: list[Strike]) -> ChaosRun:
         return ChaosRun(name, tmp_path, 128, 0, training_s, [], faults, RunBooks(40, 40, (128,) * 40, 0, 0, 5120, ()))
 
-    faults = [Strike(float(at), "queue", "queue killed", "queue killed", 5) for at in (10, 20, 30, 40)]
+    faults = [Strike(float(at), "driver", "driver killed", "driver killed", 5) for at in (10, 20, 30, 40)]
     lines = summary(played("undisturbed", 90.0, []), [played("seed-1", 100.0, faults)]).splitlines()
     assert lines[0].startswith("| run | faults | s of training | useful share | faults a step | ")
     assert lines[2].startswith("| undisturbed | 0 | 90 | 1.00 | 0.00 | ") and lines[3].startswith("| seed-1 | 4 | 100 | 0.90 | 0.10 | ")
@@ -168,8 +168,8 @@ def test_what_grows_is_named() -> None:
     def looks(grows: float) -> list[Look]:
         return [Look(10.0 * i, 200.0 + grows * i + (-1) ** i, 5.0, 30, 12 + (i > 20)) for i in range(90)]
 
-    assert Grown.of("queue", looks(0.0)).wrong(60.0) == []
-    (said,) = Grown.of("queue", looks(0.5)).wrong(60.0)
+    assert Grown.of("CorrectionService", looks(0.0)).wrong(60.0) == []
+    (said,) = Grown.of("CorrectionService", looks(0.5)).wrong(60.0)
     assert said == "its memory grows by +180.0 ± 0.0 MiB an hour, more than 60"
 
 

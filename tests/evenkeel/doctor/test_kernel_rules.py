@@ -13,8 +13,8 @@ from evenkeel.actors.config import RunConfig
 from evenkeel.cli import app
 from evenkeel.doctor.facts import Complaint, GpuFact, NodeFacts, PaperFacts
 from evenkeel.doctor.on_nodes import on_nodes
-from evenkeel.doctor.on_paper import float8_can_be_had, half_precision_has_kernels, on_paper, weights_stay_as_sent
-from evenkeel.plan.layouts import ARCHITECTURES, MEMORY_MIB, Gpus
+from evenkeel.doctor.on_paper import architecture_of, float8_can_be_had, half_precision_has_kernels, on_paper, weights_stay_as_sent
+from evenkeel.plan.layouts import GPUS, Gpus
 from evenkeel.rollout.engine_settings.engine_capabilities import TESTED_SGLANG
 from tests.actors.known_models import QWEN3_30B_A3B, save_config
 from tests.evenkeel.doctor.test_doctor import DENSE, EXPERTS, FLOAT8, HEAD, RANKS, RECIPES, eight, node, paper, recipe
@@ -156,7 +156,7 @@ def test_on_a_gpu_float8_wants_whole_blocks_of_the_hidden_channels_too() -> None
 
 
 def test_every_gpu_by_name_has_an_architecture() -> None:
-    assert ARCHITECTURES.keys() == MEMORY_MIB.keys()
+    assert all(architecture_of(architecture) is not None for _, architecture in GPUS.values())
     assert (Gpus.parse("A100x8").architecture, Gpus.parse("24GBx1").architecture) == ("sm_80", "")
 
 
