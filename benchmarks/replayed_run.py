@@ -35,7 +35,7 @@ from evenkeel.actors.driver.parts import make_sync
 from evenkeel.actors.processes.loop_clock import LoopClock
 from evenkeel.actors.processes.supervision import kill, unless_failed
 from evenkeel.actors.ranks.learner_group import LearnerGroup
-from evenkeel.actors.record.observer import Observer
+from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_event import EventKind
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.terminal import TerminalView
@@ -170,7 +170,7 @@ def recorded_shape(lengths: AnswerLengths, mean: int | None) -> tuple[AnswerLeng
     return AnswerLengths.like(scaled, description, max_tokens=max(scaled)), max(1, round(statistics.fmean(scaled)))
 
 
-class TimedObserver(Observer):
+class TimedRecorder(Recorder):
     """A run's observer that also records how long places waited, and prints warnings."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, figures: Figures, *, steps: int) -> None:
@@ -210,7 +210,7 @@ class ReplayedRun(Controller):
         self._temporary = tempfile.TemporaryDirectory(prefix="ek-replayed-")
         config = shape.config
         folder = RunFolder.create(Path(self._temporary.name) / "run", "replayed")
-        self.observer = TimedObserver(config, folder, self.figures, steps=config.steps)
+        self.observer = TimedRecorder(config, folder, self.figures, steps=config.steps)
         task: Any = SimpleNamespace(train_prompt=self._prompt)
         super().__init__(config, folder, task, self.observer)
         self._is_begun = True  # without an evaluation
@@ -281,7 +281,7 @@ class ReplayedRun(Controller):
         await unless_failed(self._until_trained(), self.pool.raise_on_failure())
         figures = self.figures
         await asyncio.gather(*self._waits)
-        await self._steps.flush()
+        await self.observer.flush()
         figures.counts = dict(self._folder.read_metrics()[-1])
         figures.exports = await self.rank.exports.remote()
         return self._used

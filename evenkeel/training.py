@@ -25,7 +25,7 @@ from evenkeel.actors.processes.event_level import EventLevel
 from evenkeel.actors.processes.output import put
 from evenkeel.actors.processes.supervision import HALF_OVER
 from evenkeel.actors.record import usual_mismatch
-from evenkeel.actors.record.observer import Observer
+from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_event import EventKind
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.stack_collector import StackCollector
@@ -243,11 +243,11 @@ def _last_look(work: Callable[[], T], what: str, remedy: str, config: RunConfig,
         return None
 
 
-def _opened(config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None) -> tuple[Observer, StackCollector]:
+def _opened(config: RunConfig, folder: RunFolder, view: TerminalView, totals: dict[str, float] | None) -> tuple[Recorder, StackCollector]:
     """Both read what the folder has of earlier steps. Raises: ConfigError; DiskLate."""
 
-    def read() -> tuple[Observer, StackCollector]:
-        observer = Observer(config, folder, view, totals)
+    def read() -> tuple[Recorder, StackCollector]:
+        observer = Recorder(config, folder, view, totals)
         return observer, StackCollector(folder, observer.event)
 
     limit_s, say = config.deadlines.disk_s, partial(view.event, "warning")
@@ -264,7 +264,7 @@ def _keep_last(folder: RunFolder, text: str) -> None:
         DaemonThreads().submit(folder.event, "info", text).result(_LISTED_S)
 
 
-def _keep_failure(error: BaseException, observer: Observer, folder: RunFolder, steps: int) -> None:
+def _keep_failure(error: BaseException, observer: Recorder, folder: RunFolder, steps: int) -> None:
     """Why a run has not come to its end, as its last event; and with the error how it can go on."""
     if isinstance(error, DeadlineExceeded) and error.what:
         observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
@@ -283,7 +283,7 @@ def _saved_and_left(folder: RunFolder, steps: int) -> tuple[bool, bool]:
     return bool(saved), bool(saved) and (saved[-1].step < steps or bool(left_after_training(folder, steps)))
 
 
-def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, view: TerminalView, model: Path) -> None:
+def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Recorder, view: TerminalView, model: Path) -> None:
     """What the run asks of Ray against what is there, a table on the terminal and a line in events.log; and what else stands in its way.
 
     Args:
@@ -313,7 +313,7 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Observer, vie
 
 
 @contextlib.contextmanager
-def _log_as_events(observer: Observer) -> Iterator[None]:
+def _log_as_events(observer: Recorder) -> Iterator[None]:
     """What this process logs about the run is an event of it: above the live panel, and in events.log."""
     logger = logging.getLogger("evenkeel")
     handler, before = _EventHandler(observer), (logger.level, logger.propagate)
@@ -328,7 +328,7 @@ def _log_as_events(observer: Observer) -> Iterator[None]:
 
 
 class _EventHandler(logging.Handler):
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Recorder) -> None:
         super().__init__()
         self._observer = observer
 

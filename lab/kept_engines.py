@@ -29,7 +29,7 @@ from torch import Tensor
 
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.groups.book import discard_reason
-from evenkeel.actors.record.step_sources import objective_metrics
+from evenkeel.actors.record.step_numbers import objective_metrics
 from evenkeel.actors.settings.devices import visible_gpus
 from evenkeel.actors.settings.resolve import with_devices
 from evenkeel.correction.batch import PackedBatch

@@ -18,7 +18,7 @@ from evenkeel.actors.processes.disk_at_start import DiskLate
 from evenkeel.actors.processes.supervision import abandon
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import wait_for_disk
-from evenkeel.actors.record.observer import Observer
+from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
 from evenkeel.correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, EvenkeelError, LedgerError
 
@@ -38,7 +38,7 @@ class CheckpointWriter:
     def __init__(
         self,
         folder: RunFolder,
-        observer: Observer,
+        observer: Recorder,
         settings: CheckpointConfig,
         deadlines: DeadlinesConfig,
         *,

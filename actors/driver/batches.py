@@ -30,7 +30,7 @@ from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.processes.supervision import abandon, has_failed, kill, lost_if_late, unless_set, wait_for
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import ByDisk
-from evenkeel.actors.record.observer import Observer
+from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.settings.deadlines import new_parts_s
 from evenkeel.correction.config import CorrectionConfig
@@ -54,7 +54,7 @@ come, too. Its nodes go together: tokens on one that is gone would be waited for
 class BatchSource:
     """Book and service of a run from one starting point on. The book exists from the beginning, the service after `start`."""
 
-    def __init__(self, config: RunConfig, point: StartingPoint, ledger: Ledger, observer: Observer) -> None:
+    def __init__(self, config: RunConfig, point: StartingPoint, ledger: Ledger, observer: Recorder) -> None:
         self._config, self._observer, self.ledger = config, observer, ledger
         self.changes = Changes()
         self.book = GroupBook(
@@ -74,7 +74,7 @@ class BatchSource:
         self.service: Any = None
 
     @classmethod
-    async def opened(cls, config: RunConfig, point: StartingPoint, folder: RunFolder, observer: Observer, by_disk: ByDisk) -> BatchSource:
+    async def opened(cls, config: RunConfig, point: StartingPoint, folder: RunFolder, observer: Recorder, by_disk: ByDisk) -> BatchSource:
         """A source with the ledger of the run folder. Its file is read, and cut to the checkpoint, once all earlier lines are written.
 
         Raises: LedgerError; DeadlineExceeded if the disk hangs.

@@ -51,11 +51,9 @@ from evenkeel.actors.processes.stopwatch import Stopwatch
 from evenkeel.actors.processes.supervision import abandon, argument_gone, done_or_reported, kill, unless_failed, unless_set, wait_for
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import ByDisk, by_disk
-from evenkeel.actors.record.finished_step import FinishedStep
-from evenkeel.actors.record.observer import Observer
+from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_event import EventKind
 from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
-from evenkeel.actors.record.step_writer import StepWriter
 from evenkeel.actors.settings.true_on_policy import check_batch
 from evenkeel.actors.weights.weight_sync import WeightSync
 from evenkeel.correction.errors import DataError, EvenkeelError, StepAborted, counted
@@ -67,7 +65,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-_BATCH_IS_LATE_S = 0.1  # the last step is reported while the learner waits for a batch, if it waits longer than that
 _END_S = 30.0  # for each of the things that are still to be done when a run ends
 
 
@@ -106,7 +103,7 @@ class Controller:
         config: RunConfig,
         folder: RunFolder,
         task: Task,
-        observer: Observer,
+        observer: Recorder,
         *,
         resume_from: tuple[Checkpoint, TrainingState] | None = None,
     ) -> None:
@@ -134,7 +131,6 @@ class Controller:
         # Of the whole run. `_start` adds the rollout pool, its evaluations and the places of ranks.
         self._watch = Stopwatch()
         self._rollbacks = Rollbacks(folder, task)
-        self._steps = StepReporter(observer.steps, service=lambda: self._source.service, on_observed=self._observed)
         self._held_out: Sequence[Prompt]
         self._places: RankPlaces
         self._pool: RolloutPool
@@ -316,9 +312,9 @@ class Controller:
         self._kept, self._parts = await end_parts(self._parts, self._kept, lost, self._observer.waiting)
         await self._ends_of_parts.aclose()
         await done_or_reported(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
-        await done_or_reported(self._steps.flush(), "lines of the last steps", _END_S, self._warn)
+        await done_or_reported(self._observer.flush(), "lines of the last steps", _END_S, self._warn)
         self._checkpoints.abandon()
-        self._steps.abandon()
+        self._observer.abandon()
 
     async def _roll_back(self) -> None:
         """Go back to the last checkpoint, when no part of the run is left that could still change something."""
@@ -383,7 +379,7 @@ class Controller:
         with self._watch.phase("wait_learner") as wait:
             self._pool.learner_waits(self._version, wait)
             batch = self._source.next(self._version, self._learner, self._pool, step=self._step)
-            return await self._steps.report_during(batch, after_s=_BATCH_IS_LATE_S)
+            return await batch
 
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
         result = await self._learn(batch)
@@ -396,8 +392,7 @@ class Controller:
     async def _learn(self, batch: PreparedBatch) -> Any:
         self._observer.doing(f"step {self._step + 1} in training; rollouts go on")
         with self._watch.phase("train"):
-            # Reported as soon as the learner has its work: a step's books take the driver and the service as long as a batch's way to it.
-            return await self._steps.report_during(self._learner.step(batch.corrected, batch.correction, step=self._step), after_s=0.0)
+            return await self._learner.step(batch.corrected, batch.correction, step=self._step)
 
     async def _publish(self) -> None:
         """The new weights, as the next version, if the engines are to have it."""
@@ -411,19 +406,23 @@ class Controller:
         step, took = self._step + 1, self._watch.read()
         counts, discarded = self._source.settle(step, batch, version=self._version, published=self._sync.version)
         self._step, self._step_under_way = step, None
-        self._steps.end_step(partial(self._observer.end_step, step, self._version, batch, result, took, counts, discarded))
+        self._observer.end_step(step, self._version, batch, result, took, counts, discarded, self._observe)
         self._learning.trained()
         self._empty_steps.note(step, batch, result)
 
-    def _observed(self, observation: Observation) -> None:
-        self._alarms.take(observation.events)
-        self._source.monitor = observation.monitor
+    async def _observe(self, step: int, version: int, result: StepResult) -> Observation | None:
+        """Ask the service for the diagnostics of a step. Args: version: of its batch."""
+        observation: Observation | None = await self._source.service.observe.remote(step, version, result)
+        if observation is not None:
+            self._alarms.take(observation.events)
+            self._source.monitor = observation.monitor
+        return observation
 
     async def _answer_alarms(self) -> None:
         """Do what is configured about the alarms that have come."""
         if self._alarm or not self._alarms.has_some:
             return
-        await self._steps.flush()  # the alarm is reported before what it leads to
+        await self._observer.flush()  # the alarm is reported before what it leads to
         if (action := self._alarms.decide()) is not None and action.replacement is not None:
             self._warn(action.text)
             await unless_set(self._shutdown.is_hurried, self._source.switch(action.replacement.correction))
@@ -447,7 +446,7 @@ class Controller:
         """Save a checkpoint. The learner is idle."""
         await self._checkpoints.finished()
         self._observer.doing(f"checkpoint of step {self._step}")
-        await self._steps.flush()  # a resume goes on after this step: its line and counts have to be there by then
+        await self._observer.flush()  # a resume goes on after this step: its line and counts have to be there by then
         await self._answer_alarms()  # and what its diagnostics have set off
         await self._checkpoints.begin(self._step, self._learner, self._training_state)
 
@@ -483,7 +482,7 @@ class Controller:
 
     def _abort_step(self) -> None:
         """Called at SIGTERM, whose sender may kill in a few seconds: abort the step under way, so that finished steps are saved."""
-        self._steps.stop_waiting()
+        self._observer.stop_waiting()
         self._aborting = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
 
     def _drop_step(self) -> None:
@@ -508,7 +507,7 @@ class Controller:
             ended_by=self.ended_by if is_early else None,
         )
         self._shutdown.done(self.summary.exit_code)
-        await self._steps.flush()
+        await self._observer.flush()
         await unless_set(self._shutdown.is_hurried, self._source.keep_scatter())
         return self.summary
 
@@ -518,7 +517,7 @@ class Controller:
         self._drop_step()
         if not (at_once := self._shutdown.is_at_once):
             await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
-        await done_or_reported(self._steps.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
+        await done_or_reported(self._observer.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
         self._checkpoints.abandon()
         await self._ends_of_parts.aclose()
         await self._ends.aclose()
@@ -602,65 +601,6 @@ class StepUnderWay:
     @property
     def _is_aborted(self) -> bool:
         return not self._learning.cancelled() and isinstance(self._learning.exception(), StepAborted)
-
-
-class StepReporter:
-    """Holds the last finished step until there is time to report it: while the next one is waited for or trained, or at a flush."""
-
-    def __init__(self, writer: StepWriter, *, service: Callable[[], Any], on_observed: Callable[[Observation], None]) -> None:
-        """Args:
-        service: the present correction service, which diagnoses the steps; it may be replaced.
-        on_observed: called with a step's Observation when it is ready; that may be after the next step has begun.
-        """
-        self._writer, self._service, self._on_observed = writer, service, on_observed
-        self._unreported: FinishedStep | None = None
-
-    def end_step(self, finished: Callable[[], FinishedStep]) -> None:
-        """Keep the step that ends now; report the one before, if that has not been done. Args: finished: Observer.end_step."""
-        self._report()
-        self._unreported = finished()
-
-    async def report_during(self, work: Awaitable[T], *, after_s: float) -> T:
-        """The result of `work`. If it takes longer than `after_s`, the last step is reported meanwhile."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task}, timeout=after_s)
-            if not task.done():
-                self._report()
-            return await task
-        finally:
-            task.cancel()
-
-    async def flush(self) -> None:
-        """Have the lines of all finished steps written."""
-        self._report()
-        await self._writer.flush()
-
-    def stop_waiting(self) -> None:
-        """As StepWriter's."""
-        self._writer.stop_waiting()
-
-    def abandon(self) -> None:
-        """As StepWriter's."""
-        self._writer.abandon()
-
-    def _report(self) -> None:
-        step, self._unreported = self._unreported, None
-        if step is not None:
-            self._writer.report(step, asyncio.ensure_future(self._observed(step)))
-
-    def _observed(self, step: FinishedStep) -> Awaitable[Observation | None]:
-        """Diagnostics of a step's batch, to be awaited. The service is called now, because it holds the batch for only one more step."""
-        reference = self._service().observe.remote(step.number, step.batch.version, step.result)
-
-        async def reported() -> Observation | None:
-            observation: Observation | None = await reference
-            if observation is not None:
-                self._on_observed(observation)
-            return observation
-
-        return reported()
-
 
 
 def run_controller(controller: Controller, *, silence_s: float) -> RunSummary:

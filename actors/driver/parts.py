@@ -17,7 +17,7 @@ from evenkeel.actors.cluster.placement import RankPlaces, fetch_where_ranks_are
 from evenkeel.actors.config import RunConfig, absolute
 from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.ranks.learner_group import LearnerGroup
-from evenkeel.actors.record.observer import Observer
+from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_folder import Checkpoint
 from evenkeel.actors.service.correction_service import CorrectionService
 from evenkeel.actors.settings.deadlines import bucket_s, weights_fetch_s
@@ -118,7 +118,7 @@ def make_sync(
     config: RunConfig,
     learner: LearnerGroup,
     probe_ids: Sequence[int],
-    observer: Observer,
+    observer: Recorder,
     pool: RolloutPool,
     *,
     generation: int,

@@ -35,7 +35,7 @@ from evenkeel.actors.processes.part_heartbeat import TakeReport, raise_when_sile
 from evenkeel.actors.processes.supervision import argument_gone, call_with_retries, first_error, kill, no_room, unless_failed, wait_for
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import ByDisk
-from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.settings.deadlines import REPLACEMENT_PAUSE_S
 from evenkeel.correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, RankFailed
@@ -272,7 +272,7 @@ class Rollbacks:
         notify("warning", f"the service was lost {number} times in {ROLLBACKS_S / 60:.0f} minutes: a new one in {pause_s:.0f} s")
         await asyncio.sleep(pause_s)
 
-    async def found(self, model: Path, disk: RetryingWriter, notify: Notify, by_disk: ByDisk) -> Found:
+    async def found(self, model: Path, disk: DiskWriter, notify: Notify, by_disk: ByDisk) -> Found:
         """Find the newest readable checkpoint, and cut the run folder back to it, after all lines that wait for the disk.
 
         While the disk refuses, this is tried again every _DISK_AGAIN_S, _DISK_ATTEMPTS times in all.

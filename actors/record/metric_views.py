@@ -20,7 +20,7 @@ from evenkeel.actors.json_lines import JsonLines, append_whole
 from evenkeel.actors.metrics.kinds import Kind
 from evenkeel.actors.metrics.step_metrics import StepMetrics, lookup
 from evenkeel.actors.metrics.step_number import step_of
-from evenkeel.actors.record.file_thread import FileThread
+from evenkeel.actors.record.disk_writer import FileThread
 from evenkeel.actors.record.ownership import WANDB_ID
 from evenkeel.correction.errors import ConfigError, counted
 
@@ -32,7 +32,7 @@ _MOST_STEPS = 1000
 """Most steps that wait for Weights & Biases; with more it counts as gone."""
 _START_S = 180.0
 """Longest wait for the start of Weights & Biases, which itself gives up after 90 s."""
-_CLOSE_S = 20.0
+CLOSE_S = 20.0
 _EVENTS = "events.out.tfevents."
 _NUMBERS = itertools.count()
 """Event files of a process are read in the order of their names, and two may begin within a second."""
@@ -154,10 +154,13 @@ class WandbView:
             # An evaluation may arrive after later steps; W&B refuses steps that go back, so the step is a value like others.
             self._thread.do(partial(self._try, lambda: self._run.log(dict(metrics.finite()))))
 
-    def close(self, *, within_s: float = _CLOSE_S) -> None:
-        """Args: within_s: for what waits, and for the package's own end."""
+    def close(self, *, within_s: float | None = None) -> None:
+        """Args: within_s: for what waits, and for the package's own end; None: CLOSE_S."""
         self._thread.do(partial(self._try, lambda: self._run.finish()))
-        if not self._thread.end(within_s=within_s) and (steps := self._thread.waiting - 2) >= 0:  # besides its own end, and the thread's
+        if self._thread.end(within_s=CLOSE_S if within_s is None else within_s):
+            return
+        steps = self._thread.waiting - 2  # besides its own end, and the thread's
+        if steps >= 0:
             self._give_up(f"it does not answer, and {counted(steps, 'step')} more wait for it")
 
     @property

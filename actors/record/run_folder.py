@@ -11,7 +11,7 @@
     events.log                      what happened: time, level, [what it says of the run's end], text (run_event.py)
     tensorboard/                    event files                          wandb_id, wandb/     with metrics.wandb_project
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
-    slowest.json                    the prompts whose rewards took longest (slowest.py)
+    slowest.json                    the prompts whose rewards took longest (SlowPrompt)
     stacks/                         where each process stood when a wait was half over (stack_collector.py)
     skipped_batches/                batches whose loss or gradient was not finite: a few (skipped_batches.py)
     scatter.npz                     pi_prox against mu (ScatterSample in actors/carriers.py)
@@ -27,6 +27,7 @@ readers overlook and the next owner repairs.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -59,6 +60,7 @@ from evenkeel.learner.weights.file_sums import flush_to_disk, seal
 SampleKind = Literal["step", "held_out"]
 """What samples are of, a training batch or an evaluation: their files' names begin so."""
 KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
+SLOWEST_FILE = "slowest.json"
 CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
 _NO_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
@@ -84,6 +86,20 @@ class Checkpoint:
     def state(self) -> Path:
         """Folder with optimizer, counters and whatever else a resume needs."""
         return self.path / "state"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SlowPrompt:
+    """A group whose scoring took long."""
+
+    reward_s: float
+    """Seconds from its last answer to its last reward, waiting for a scoring process included."""
+    generate_s: float
+    response_tokens: int
+    prompt_id: str
+    worker: str
+    unscored: int
+    """Answers without a reward."""
 
 
 class RunFolder:
@@ -275,6 +291,13 @@ class RunFolder:
         steps = JsonLines(self._lengths_path).read(lambda line: (step_of(line), [int(tokens) for tokens in line["tokens"]]))
         return [tokens for step, found in steps if step >= first_step for tokens in found]
 
+    def read_slowest(self) -> list[SlowPrompt]:
+        """The prompts of slowest.json, slowest first; none of a run that has none, or whose file is damaged."""
+        try:
+            return sorted(map(_parse_slow, json.loads((self.path / SLOWEST_FILE).read_text(encoding="utf-8"))), reverse=True)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return []
+
     def event(self, level: EventLevel, text: str) -> None:
         """Add a line to events.log."""
         self.write_event(RunEvent.now(level, text))
@@ -419,6 +442,17 @@ def _parse_clipped(record: dict[str, Any]) -> dict[str, dict[int, int]]:
     if any(not 0 <= token < 1 << 32 for of_sign in counts.values() for token in of_sign):
         raise ValueError("an id that no tokenizer has")
     return counts
+
+
+def _parse_slow(one: dict[str, Any]) -> SlowPrompt:
+    return SlowPrompt(
+        float(one["reward_s"]),
+        float(one["generate_s"]),
+        int(one["response_tokens"]),
+        str(one["prompt_id"]),
+        str(one["worker"]),
+        int(one["unscored"]),
+    )
 
 
 def _refuse_if(is_given_up: bool, folder: Path) -> None:

@@ -19,7 +19,6 @@ from evenkeel.actors.metrics.catalogue import CATALOGUE
 from evenkeel.actors.metrics.step_metrics import StepMetrics, accuracy, accuracy_of_what, pass_at_most, shown, with_interval
 from evenkeel.actors.record import usual_mismatch
 from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.actors.record.slowest import slowest_rows
 from evenkeel.actors.record.terminal import duration
 from evenkeel.correction.diagnostics.quantities import Unit
 from evenkeel.correction.early_warning.monitor import ReferenceLevel
@@ -80,7 +79,7 @@ def write_report(folder: RunFolder) -> Path:
         headline=_headline(evaluations),
         summary=summary_rows(steps, evaluations, config, usual),
         workers=worker_rows(steps),
-        slowest=slowest_rows(folder),
+        slowest=_slowest_rows(folder),
         plots=draw_plots(steps, evaluations, _part(folder.scatter_path, ScatterSample.load, left_out.append), warnings, usual),
         clipped=clipped_rows(folder, left_out.append),
         warnings=warnings[-_MOST_EVENTS:],
@@ -150,6 +149,21 @@ def clipped_rows(folder: RunFolder, say: Callable[[str], object] = lambda _: Non
             most = (f"{words(token)} {count:,}" for token, count in counts.most_common(_MOST_CLIPPED))
             rows.append((f"{sign} advantage", ", ".join(most)))
     return rows
+
+
+def _slowest_rows(folder: RunFolder) -> list[tuple[str, ...]]:
+    """(prompt, seconds of its rewards, seconds of its answers, their tokens, answers without a reward, worker)."""
+    return [
+        (
+            one.prompt_id,
+            CATALOGUE["time/reward_s"].text(one.reward_s),
+            CATALOGUE["time/generate_s"].text(one.generate_s),
+            CATALOGUE["worker/tokens/"].number(one.response_tokens),
+            str(one.unscored),
+            one.worker,
+        )
+        for one in folder.read_slowest()
+    ]
 
 
 def _vocabulary(folder: RunFolder, say: Callable[[str], object]) -> Callable[[int], str]:

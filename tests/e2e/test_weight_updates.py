@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenkeel.actors.record.probe_watch import ProbeWatch
+from evenkeel.actors.record.recorder import ProbeWatch
 from evenkeel.actors.settings.probe_limits import ProbeLimits
 from evenkeel.engines.weights import WeightBucket, compare_checksums
 from evenkeel.learner.config import LearnerConfig

@@ -128,13 +128,13 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
 
     from evenkeel.actors.carriers import WaitNotice
     from evenkeel.actors.config import RunConfig
-    from evenkeel.actors.record.observer import Observer
+    from evenkeel.actors.record.recorder import Recorder
     from evenkeel.actors.record.terminal import TerminalView
     from evenkeel.actors.settings.resolve import with_devices
     from evenkeel.training import _log_as_events
 
     folder = RunFolder.create(tmp_path / "run", "x")
-    observer = Observer(with_devices(load_config(RunConfig, RECIPE, []), has_gpu=False), folder, TerminalView(1, "x"))
+    observer = Recorder(with_devices(load_config(RunConfig, RECIPE, []), has_gpu=False), folder, TerminalView(1, "x"))
     log = logging.getLogger("evenkeel.sync")
     with _log_as_events(observer):
         log.info("%s is up", "an engine")

@@ -100,7 +100,7 @@ class _FullFile:
 
 
 class SimulatedFileThread:
-    """In place of actors/record/file_thread.py: a job is done when the disk has had its time for it. It dies with its driver."""
+    """In place of FileThread (actors/record/disk_writer.py): a job is done when the disk has had time for it. It dies with its driver."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk

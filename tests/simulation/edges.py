@@ -21,7 +21,7 @@ import evenkeel.learner.weights.file_sums
 from evenkeel.actors.checkpoints import reader as checkpoint_reader
 from evenkeel.actors.driver import recovery as lost_parts
 from evenkeel.actors.processes import interrupts
-from evenkeel.actors.record import retrying_writer
+from evenkeel.actors.record import disk_writer
 from evenkeel.rollout.rewards.rewards import RewardError
 from tests.simulation import parts
 from tests.simulation.disk import Disk, SimulatedFileThread
@@ -46,7 +46,7 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
             (service, "diagnose", parts.diagnosed),
             (service, "clipped_tokens", parts.not_clipped),
             (interrupts, "handled_in", partial(_handled_in, faults)),
-            (retrying_writer, "FileThread", partial(SimulatedFileThread, disk)),
+            (disk_writer, "FileThread", partial(SimulatedFileThread, disk)),
             (evenkeel.actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late; ticks would be half of all events
             (lost_parts, "_LOOK_S", 3.0),  # each second, as it is, whether all parts are there would be a third of all calls
             (evenkeel.learner.weights.file_sums, "_side_by_side", map),

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ray.exceptions
@@ -14,7 +13,7 @@ import ray.exceptions
 from evenkeel.actors.carriers import ActorInfo, Ticket
 from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.processes.supervision import abandon, wait_for
-from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.correction.errors import EvenkeelError
 from evenkeel.rollout.trajectory import GroupFacts, Prompt
@@ -53,8 +52,7 @@ class Notes:
     def __init__(self, world: Any, folder: RunFolder) -> None:
         self._world, self._folder = world, folder
         self._writing: asyncio.Task[None] | None = None
-        self.disk = RetryingWriter(lambda text: self.event("warning", text))
-        self.steps = self
+        self.disk = DiskWriter(lambda text: self.event("warning", text))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):
@@ -82,12 +80,10 @@ class Notes:
     def totals(self) -> dict[str, float]:
         return {}
 
-    def end_step(self, number: int, version: int, batch: Any, result: Any, *_: Any) -> Any:
+    def end_step(self, number: int, version: int, batch: Any, result: Any, *rest: Any) -> None:
         self._world.step_ended(number)
-        return SimpleNamespace(number=number, version=version, batch=batch, result=result)
-
-    def report(self, step: Any, observed: Awaitable[Any]) -> None:
-        self._writing = asyncio.create_task(self._report(step.number, observed, self._writing))
+        observed = asyncio.ensure_future(rest[-1](number, batch.version, result))
+        self._writing = asyncio.create_task(self._report(number, observed, self._writing))
 
     async def _report(self, step: int, observed: Awaitable[Any], previous: asyncio.Task[None] | None) -> None:
         if previous is not None:

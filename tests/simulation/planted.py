@@ -24,7 +24,7 @@ from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.pool.rollout_worker import RolloutWorker
 from evenkeel.actors.ranks import collective_calls
 from evenkeel.actors.ranks.collective_calls import CollectiveCaller
-from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.actors.weights.weight_sync import PublishedVersions, WeightSync
 from evenkeel.correction.errors import LedgerError
 from evenkeel.rollout import continuation
@@ -316,10 +316,10 @@ def what_is_handed_to_the_disk_is_on_it() -> Iterator[None]:
 def a_flush_leaves_refused_lines_for_later() -> Iterator[None]:
     """They wait in memory for the next step's, and a checkpoint counts on them."""
 
-    async def done(writer: RetryingWriter) -> None:
+    async def done(writer: DiskWriter) -> None:
         await writer._thread.done()
 
-    with mock.patch.object(RetryingWriter, "done", done):
+    with mock.patch.object(DiskWriter, "done", done):
         yield
 
 

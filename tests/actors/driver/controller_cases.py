@@ -25,7 +25,6 @@ class RecordingObserver:
         self.evaluations = 0
         self.pending = ["line of step 2"]
         self.disk = SimpleNamespace(room=nothing, do=lambda job: job(), result=done_at_once)
-        self.steps = self
 
     def event(self, level: str, text: str, kind: str = "") -> None:
         self.events.append(f"[{kind}] {text}" if kind else text)

@@ -125,7 +125,6 @@ class ToldObserver:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.steps = self
 
     async def flush(self) -> None:
         self.told.append("(the step's own events)")

@@ -17,7 +17,7 @@ from evenkeel.actors.config import RunConfig
 from evenkeel.actors.driver.batches import BatchSource
 from evenkeel.actors.driver.parts import StartingPoint
 from evenkeel.actors.groups.ledger import Ledger
-from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.errors import DataError
 from evenkeel.rollout.trajectory import GroupFacts
@@ -97,13 +97,13 @@ def test_an_interrupt_during_the_last_evaluation_leaves_that_out() -> None:
 
 def test_a_disk_that_hangs_ends_the_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step waits for room for its lines as long as a flush does: told meanwhile, and not for ever."""
-    rooms, room, deadlines = list[RetryingWriter](), RetryingWriter.room, PLAIN.config.deadlines
+    rooms, room, deadlines = list[DiskWriter](), DiskWriter.room, PLAIN.config.deadlines
 
-    async def hangs_from_the_third_on(writer: RetryingWriter) -> None:
+    async def hangs_from_the_third_on(writer: DiskWriter) -> None:
         rooms.append(writer)
         await (room(writer) if len(rooms) < 3 else asyncio.Event().wait())
 
-    monkeypatch.setattr(RetryingWriter, "room", hangs_from_the_third_on)
+    monkeypatch.setattr(DiskWriter, "room", hangs_from_the_third_on)
     run = play(PLAIN)
     what = "room for the lines of step 3 -> the run folder's disk"
     assert f"{what}: not done in {deadlines.disk_s:.0f} s" in run.violation

@@ -24,7 +24,7 @@ class DoneRun:
         run._step, run._alarm = step, alarm
         run._source = SimpleNamespace(keep_scatter=nothing, stop=lambda: None)  # type: ignore[assignment]
         run._checkpoints = SimpleNamespace(finished=nothing, abandon=lambda: None, saved_step=step)  # type: ignore[assignment]
-        run._steps, run._sync = SimpleNamespace(flush=nothing), SimpleNamespace(close=nothing)  # type: ignore[assignment]
+        run._sync = SimpleNamespace(close=nothing)  # type: ignore[assignment]
         run._evaluations, run._pool = SimpleNamespace(abandon=nothing), SimpleNamespace(stop=nothing)  # type: ignore[assignment]
         run._ends.push_async_callback(lambda: run._pool.stop())
         monkeypatch.setattr(run, "_start", nothing)

@@ -21,7 +21,7 @@ from evenkeel.actors.driver.recovery import Lost, Rollbacks
 from evenkeel.actors.groups.ledger import Ledger
 from evenkeel.actors.groups.snapshot import QueueSnapshot
 from evenkeel.actors.pool.pool import RolloutPool
-from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.correction.errors import ActorLost, DataError, DeadlineExceeded
 from tests.actors.cases import contents
 from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing, source
@@ -50,7 +50,6 @@ def rolled_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     run._folder = SimpleNamespace(path=Path("run"))  # type: ignore[assignment]
     run._rollbacks = SimpleNamespace(found=finds, allow=lambda *_, **__: None)  # type: ignore[assignment]
     run._pool = SimpleNamespace(serve=nothing_now, raise_on_failure=lambda: asyncio.sleep(60.0))  # type: ignore[assignment]
-    run._steps = SimpleNamespace(flush=nothing, abandon=lambda: None)  # type: ignore[assignment]
     monkeypatch.setattr(run, "_withdraw", nothing)
 
     async def start() -> None:
@@ -186,7 +185,7 @@ def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out
         def allow(lost: Lost, error: BaseException, **_: Any) -> None:
             raise error
 
-        run._steps, run._rollbacks.allow = SimpleNamespace(flush=hangs), allow  # type: ignore[assignment, method-assign]
+        run._observer.flush, run._rollbacks.allow = hangs, allow  # type: ignore[method-assign]
         monkeypatch.setattr(run, "_until_trained", trained)
         monkeypatch.setattr(run, "_evaluate_last", nothing)
         monkeypatch.setattr("evenkeel.actors.driver.controller.lost_among", who)
@@ -273,7 +272,7 @@ def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends
     monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
     """By the sentence of that wait, also where a checkpoint was under way, which is left."""
-    told, is_back, disk = list[str](), threading.Event(), RetryingWriter(lambda _: None)
+    told, is_back, disk = list[str](), threading.Event(), DiskWriter(lambda _: None)
 
     def listed() -> list[Any]:
         if hangs == "its list of checkpoints":
@@ -347,7 +346,7 @@ def test_a_flush_that_nobody_waits_for_any_more_is_over_before_the_ledger_is_cut
 
     async def scenario() -> None:
         run = controller(RollbackObserver())
-        run._observer.disk = RetryingWriter(lambda _: None)
+        run._observer.disk = DiskWriter(lambda _: None)
         run._source, folder = source(run, None), SimpleNamespace(path=tmp_path)
         run._source.ledger = ledger = Ledger(tmp_path / "ledger.jsonl", hand_over=lambda write: None)
         append = ledger._append

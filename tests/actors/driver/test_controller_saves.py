@@ -98,7 +98,6 @@ def test_an_alarm_s_answer_does_not_hold_the_save_up() -> None:
         replacement = SimpleNamespace(correction=None)
         action = SimpleNamespace(text="", replacement=replacement)
         run._alarms = SimpleNamespace(has_some=True, decide=lambda: action, replacement=replacement)  # type: ignore[assignment]
-        run._steps = SimpleNamespace(flush=nothing)  # type: ignore[assignment]
         run._shutdown.is_hurried.set()
         await run._answer_alarms()
         state = await run._training_state()

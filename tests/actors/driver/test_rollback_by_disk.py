@@ -18,7 +18,7 @@ from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.driver import recovery as rollback
 from evenkeel.actors.driver.recovery import Rollbacks
 from evenkeel.actors.record.disk_waits import by_disk
-from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
 from evenkeel.correction.errors import DataError, DeadlineExceeded
 
@@ -55,7 +55,7 @@ def test_a_full_disk_is_waited_for_before_the_run_goes_back(monkeypatch: pytest.
 def test_a_checkpoint_that_can_t_be_read_just_now_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stale handle on a network's disk is no damage: the run waits, and goes back to that checkpoint, not to the one before it."""
     monkeypatch.setattr(rollback, "_DISK_AGAIN_S", 0.0)
-    refusals, told, disk = [2], list[str](), RetryingWriter(lambda _: None)
+    refusals, told, disk = [2], list[str](), DiskWriter(lambda _: None)
 
     def read(checkpoint: Checkpoint, _: Any) -> Any:
         if refusals[0]:
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_can_t_be_read_just_now_is_read_again(monkeypatch: pyt
 def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hashes take minutes. The folder is taken back after what came before that, by the thread that writes."""
     is_written, order = threading.Event(), list[str]()
-    disk = RetryingWriter(lambda _: None)
+    disk = DiskWriter(lambda _: None)
 
     def read(*_: Any, **__: Any) -> Any:
         disk.do(lambda: (order.append("event"), is_written.set()))
@@ -101,7 +101,7 @@ def test_events_are_written_while_a_checkpoint_is_read(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("what", ["files of the newest checkpoint", "rewind of the run's lines"])
 def test_a_disk_that_hangs_on_the_way_back_ends_the_run_in_a_sentence(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """It says what was waited for and what to do, and does not try again for minutes."""
-    is_back, disk = threading.Event(), RetryingWriter(lambda _: None)
+    is_back, disk = threading.Event(), DiskWriter(lambda _: None)
     waits = partial(by_disk, deadlines=DeadlinesConfig(checkpoint_s=0.1), notice=lambda _: None)
 
     def answers(of: str, found: Any) -> Any:
@@ -145,7 +145,7 @@ def test_each_checkpoint_that_is_read_has_a_whole_deadline(tmp_path: Path) -> No
             finally:
                 counted.append(counts_from())
 
-        disk = RetryingWriter(lambda _: None)
+        disk = DiskWriter(lambda _: None)
         rollbacks = Rollbacks(folder, None)  # type: ignore[arg-type]
         with pytest.raises(DataError, match="none of its checkpoints can be read"):
             asyncio.run(rollbacks.found(Path("model"), disk, lambda *_: None, noted))

@@ -20,7 +20,7 @@ from evenkeel.actors.metrics.kinds import Kind
 from evenkeel.actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
 from evenkeel.actors.record.metric_views import TensorBoardView, WandbView, open_views, views_from_an_earlier_step
 from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.actors.record.step_sources import _placed, diagnostic_metrics
+from evenkeel.actors.record.step_numbers import _placed, diagnostic_metrics
 from evenkeel.actors.record.terminal import _STEP_LINE, step_line
 from evenkeel.correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from evenkeel.correction.diagnostics.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family

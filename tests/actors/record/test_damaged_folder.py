@@ -15,7 +15,6 @@ from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record.run_event import RunEvent
 from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.actors.record.slowest import SlowestPrompts, slowest_rows
 from evenkeel.actors.record.stack_collector import StackCollector
 from evenkeel.correction.errors import ConfigError
 from evenkeel.recipe import load_config
@@ -61,7 +60,6 @@ def test_a_foreign_line_is_left_out_by_all_that_read_the_folder(tmp_path: Path, 
         file.write(line + "\n")
     folder.read_answer_lengths(first_step=0)
     folder.prune_checkpoints(1)
-    SlowestPrompts(folder)
     StackCollector(folder, print)
     assert folder.read_monitor_events() == []
     assert "the evaluation after training" in " ".join(left_after_training(folder, 2)) or name == "evaluations.jsonl"
@@ -69,7 +67,7 @@ def test_a_foreign_line_is_left_out_by_all_that_read_the_folder(tmp_path: Path, 
     summary_rows(steps, folder.read_evaluations(), folder.read_config())
     worker_rows(steps)
     draw_staleness(steps)
-    assert clipped_rows(folder) == slowest_rows(folder) == [] and Reached.of(folder.path).checkpoint == 2
+    assert clipped_rows(folder) == folder.read_slowest() == [] and Reached.of(folder.path).checkpoint == 2
     folder.close()
     assert ", after step 2 of 2 (newest checkpoint: step 2)" in page(diagnose_run(RunFolder.view(folder.path))).splitlines()[0]
     with RunFolder.open(folder.path) as again:

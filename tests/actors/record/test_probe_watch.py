@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evenkeel.actors.config import RunConfig
-from evenkeel.actors.record.probe_watch import ProbeWatch
+from evenkeel.actors.record.recorder import ProbeWatch
 from evenkeel.actors.settings.probe_limits import ProbeLimits
 from evenkeel.actors.settings.resolve import with_devices
 from evenkeel.recipe import load_config

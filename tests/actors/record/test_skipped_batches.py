@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import fields
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +12,10 @@ import torch
 from evenkeel.actors.record import skipped_batches
 from evenkeel.actors.record.skipped_batches import KEPT, SkippedBatch
 from evenkeel.correction.batch import CorrectedBatch, PackedBatch
-from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.early_warning.monitor import State
 from evenkeel.learner.results import SkipReason
-from tests.actors.record.observer_cases import Seen, StandInReference, diagnosed, write
-from tests.actors.record.observer_cases import seen as seen
+from tests.actors.record.recorder_cases import Seen, StandInReference, batch_of, diagnosed, end_step, result_of, write
+from tests.actors.record.recorder_cases import seen as seen
 
 
 def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> None:
@@ -30,20 +27,21 @@ def test_a_skipped_batch_is_kept_for_study_and_named_in_the_log(seen: Seen) -> N
         group_ids=torch.tensor([0, 1]), advantages_by="own", temperature=0.7,
     )  # fmt: skip
     corrected = CorrectedBatch(batch, importance_weights=torch.full((n,), math.nan), keep_mask=batch.loss_mask, token_scale=torch.ones(n))
-    prepared = SimpleNamespace(version=6, corrected=corrected, correction=CorrectionConfig(preset="tis-token"))
+    prepared = batch_of(version=6, corrected=corrected)
     norms = {"attention": math.nan, "mlp": 0.25}
     skipped = (SkipReason.NOT_FINITE, SkipReason.NO_GRADIENT)
-    result = SimpleNamespace(skipped=skipped, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan, 0.0, 0.5), group_norms=norms)
+    numbers = {"skipped": skipped, "loss": math.nan, "grad_norms": (math.nan, 0.0, 0.5), "group_norms": norms}
 
     async def scenario() -> None:
         for step in range(7, 7 + KEPT + 1):
-            await seen.observer.steps._keep_skipped(step, prepared, result)  # type: ignore[arg-type]
+            end_step(seen.recorder, step, batch=prepared, result=result_of(step, **numbers))
+        await seen.recorder.flush()
 
     asyncio.run(scenario())
     seen.settle()
     kept = sorted((seen.folder.path / "skipped_batches").glob("*.safetensors"))
     assert [path.name for path in kept] == [f"step_{step:06d}.safetensors" for step in range(7, 7 + KEPT)]
-    told = [event.text for event in seen.folder.read_events()]
+    told = [event.text for event in seen.told()]
     assert told[0] == (
         "step 7: 1 of 3 updates left out; loss or gradient was not finite (loss nan; gradient norms: attention nan, mlp 0.25); "
         f"the batch is kept in {kept[0]}"
@@ -76,15 +74,14 @@ def test_a_skipped_batch_that_can_not_be_read_holds_up_no_later_line(
     error: Exception | None, reason: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(skipped_batches, "KEEP_S", 0.01)
-    prepared: Any = SimpleNamespace(version=6, corrected=StandInReference(error), correction=CorrectionConfig(preset="tis-token"))
-    skipped = (SkipReason.NOT_FINITE,)
-    result = SimpleNamespace(skipped=skipped, optimizer_steps=1, loss=math.nan, grad_norms=(math.nan,), group_norms={})
+    prepared = batch_of(version=6, corrected=StandInReference(error))
+    numbers = {"skipped": (SkipReason.NOT_FINITE,), "loss": math.nan, "grad_norms": (math.nan,)}
 
     async def scenario() -> None:
-        seen.observer.steps._writing = asyncio.create_task(seen.observer.steps._keep_skipped(7, prepared, result))
-        await write(seen.observer, (8, diagnosed(state=State.OK)))
+        end_step(seen.recorder, 7, batch=prepared, result=result_of(7, **numbers))
+        await write(seen.recorder, (8, diagnosed(state=State.OK)))
 
     asyncio.run(scenario())
     seen.settle()
-    (told,) = (event.text for event in seen.folder.read_events())
-    assert f"the batch is not kept {reason}" in told and [line.step for line in seen.folder.read_metrics()] == [8]
+    (told,) = (event.text for event in seen.told())
+    assert f"the batch is not kept {reason}" in told and [line.step for line in seen.folder.read_metrics()] == [7, 8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 import re
@@ -17,8 +18,8 @@ import torch
 
 from evenkeel.actors.carriers import ScatterSample
 from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.actors.record.slowest import FILE, SlowestPrompts, slowest_rows
 from evenkeel.actors.record.usual_mismatch import of_folder
 from evenkeel.actors.service.scatter import ScatterReservoir
 from evenkeel.correction.early_warning.monitor import Event, State
@@ -28,6 +29,7 @@ from evenkeel.report.plots import MOST_POINTS, Plot, StepColumns, draw_curves, d
 from evenkeel.report.report import clipped_rows, summary_rows, worker_rows, write_report
 from evenkeel.rollout.trajectory import FailureKind
 from tests.actors.cases import facts
+from tests.actors.record.recorder_cases import end_step, observe
 
 
 def step_metrics(step: int) -> StepMetrics:
@@ -317,21 +319,25 @@ def test_the_scatter_holds_trained_tokens_of_recent_steps_only(tmp_path: Path) -
 def test_the_slowest_prompts_are_told_slowest_first_and_go_on_after_a_resume(folder: RunFolder) -> None:
     """Ten of twenty-five: the longest times of both parts of the run; one without a reward says so."""
     order = [7, 21, 3, 14, 0, 18, 11, 24, 5, 9, 16, 2, 20, 13, 6, 23, 1, 10, 17, 4, 22, 8, 15, 12, 19]
-    for part in (order[:12], order[12:]):
-        slowest = SlowestPrompts(folder)
+
+    async def scenario(recorder: Recorder, part: list[int], step: int) -> None:
         for seconds in part:
             errors = ((FailureKind.REWARD_TIMEOUT, "the reward took more than 10 s"),) if seconds == 24 else ()
             one = facts(seconds, 30, 10, failures=errors, prompt_id=f"train/0/<{seconds}>", generate_s=1.5, reward_s=float(seconds))
-            slowest.add(one, "3")
-        text = slowest.changed()
-        assert text is not None and slowest.changed() is None
-        folder.write_text(FILE, text)
-    rows = slowest_rows(folder)
-    assert [row[0] for row in rows] == [f"train/0/<{seconds}>" for seconds in range(24, 14, -1)]
-    assert rows[0] == ("train/0/<24>", "24.00 s", "1.50 s", "40", "1", "3") and rows[1][4] == "0"
+            recorder.group_finished(one, "3")
+        end_step(recorder, step)
+        await recorder.flush()
+
+    for step, part in enumerate((order[:12], order[12:]), start=3):
+        recorder = observe(folder).recorder
+        asyncio.run(scenario(recorder, part, step))
+        recorder.close()
+    assert [one.prompt_id for one in folder.read_slowest()] == [f"train/0/<{seconds}>" for seconds in range(24, 14, -1)]
     page = write_report(folder).read_text()
     assert "Slowest prompts" in page and "train/0/&lt;24&gt;" in page and "train/0/&lt;14&gt;" not in page
+    row = page[page.index("train/0/&lt;24&gt;") :].split("</tr>")[0]
+    assert re.findall(r"<td[^>]*>([^<]*)", row) == ["24.00 s", "1.50 s", "40", "1", "3"]
     (folder.path / "slowest.json").write_text("[{")
-    assert slowest_rows(folder) == [] and "Slowest prompts" not in write_report(folder).read_text()
+    assert folder.read_slowest() == [] and "Slowest prompts" not in write_report(folder).read_text()
     (folder.path / "slowest.json").write_text("[" * 100_000)
-    assert slowest_rows(folder) == []
+    assert folder.read_slowest() == []

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from evenkeel.actors.carriers import Example, PreparedBatch
-from evenkeel.actors.record.reward_parts import RewardParts
-from evenkeel.actors.record.step_sources import (
+from evenkeel.actors.record.step_numbers import (
     batch_metrics,
     first_lengths,
     rollout_metrics,
@@ -209,20 +208,3 @@ def test_what_the_learner_knows_of_the_tokens_of_a_step() -> None:
     assert undiagnosed(trained) == {"correction/kept_share": 0.75, "correction/broken_tokens": 2}  # type: ignore[arg-type]
     nothing = StepResult.of_nothing(1, CorrectionConfig(preset="bypass"), updates=1, learning_rate=0.1, loss_scale=None)
     assert undiagnosed(nothing) == {}
-
-
-def test_parts_of_a_reward_have_metrics_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reward function may name a new part in each answer: metrics, curves and endpoint would grow to the end of the run."""
-    monkeypatch.setattr("evenkeel.actors.record.reward_parts.MOST", 3)
-    told = list[tuple[str, str]]()
-    parts = RewardParts(lambda level, text: told.append((level, text)))
-
-    def kept(*names: str) -> str:
-        numbers = {"reward/mean": 0.5, **{f"reward/component/{name}": 1.0 for name in names}}
-        return " ".join(name.removeprefix("reward/component/") for name in parts.bounded(numbers))
-
-    assert kept("a", "b") == "reward/mean a b" and told == []
-    assert kept("a", "c", "d", "e") == "reward/mean a c"
-    assert kept(*map(str, range(1000))) == "reward/mean"
-    named = "the reward function has named more than 3 parts: 'd' and other new ones train as before, but have no metric"
-    assert told == [("warning", named)]

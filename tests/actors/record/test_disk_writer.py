@@ -19,16 +19,15 @@ from evenkeel.actors.driver.evaluation import evaluate
 from evenkeel.actors.groups.ledger import Ledger
 from evenkeel.actors.json_lines import JsonLines
 from evenkeel.actors.processes import disk_at_start
-from evenkeel.actors.record import retrying_writer
-from evenkeel.actors.record.file_thread import FileThread
-from evenkeel.actors.record.retrying_writer import RetryingWriter
+from evenkeel.actors.record import disk_writer
+from evenkeel.actors.record.disk_writer import DiskWriter, FileThread
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.correction.early_warning.monitor import State
 from evenkeel.correction.errors import DeadlineExceeded
 from evenkeel.rollout.config import AnswerSampling
 from tests.actors.cases import contents, prompts
 from tests.actors.driver.test_evaluation import Answers
-from tests.actors.record.observer_cases import diagnosed, observe, write
+from tests.actors.record.recorder_cases import Seen, diagnosed, observe, write
 
 
 class Gate:
@@ -58,8 +57,8 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def writer(told: list[str]) -> Iterator[RetryingWriter]:
-    writer = RetryingWriter(told.append)
+def writer(told: list[str]) -> Iterator[DiskWriter]:
+    writer = DiskWriter(told.append)
     yield writer
     writer.close(within_s=60.0)
 
@@ -68,30 +67,30 @@ def test_steps_go_on_while_the_disk_takes_its_time_for_one_fsync(tmp_path: Path,
     """The held-out answers are being flushed; twenty steps are told on the event loop meanwhile, which would stand otherwise."""
     monkeypatch.setattr(os, "fsync", gate)
 
-    async def scenario(folder: RunFolder) -> None:
-        seen = observe(folder)
+    async def scenario(folder: RunFolder, seen: Seen) -> None:
         result = await evaluate(Answers([1.0, 0.0]), prompts(0, 2), AnswerSampling(), step=0, correct_at=1.0)
-        seen.observer.evaluated(result, prompts(0, 2))
-        steps = asyncio.create_task(write(seen.observer, *((step, diagnosed(state=State.OK)) for step in range(1, 21))))
-        while seen.observer.steps._writing is None or not seen.observer.steps._writing.done():
+        seen.recorder.evaluated(result, prompts(0, 2))
+        steps = asyncio.create_task(write(seen.recorder, *((step, diagnosed(state=State.OK)) for step in range(1, 21))))
+        while "step 20/10" not in seen.screen.getvalue():
             await asyncio.sleep(0.01)
         assert gate.has_one.is_set() and not steps.done(), "a flush, which a checkpoint waits for, is through when the disk is"
         assert folder.read_metrics() == []
         gate.open()
         await steps
         assert [metrics.step for metrics in folder.read_metrics()] == list(range(1, 21))
-        seen.observer.close()
 
     with RunFolder.create(tmp_path / "run", "x") as folder:
-        asyncio.run(scenario(folder))
+        seen = observe(folder)
+        asyncio.run(scenario(folder, seen))
+        seen.recorder.close()
 
 
 def test_what_waits_for_a_slow_disk_is_bounded(
-    writer: RetryingWriter, gate: Gate, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: DiskWriter, gate: Gate, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten jobs: files are left out. Twenty: a step waits until there is room. Lines are lost in neither case."""
-    monkeypatch.setattr(retrying_writer, "_MOST_BEFORE_A_FILE", 10)
-    monkeypatch.setattr(retrying_writer, "_MOST_BEFORE_A_STEP", 20)
+    monkeypatch.setattr(disk_writer, "_MOST_BEFORE_A_FILE", 10)
+    monkeypatch.setattr(disk_writer, "_MOST_BEFORE_A_STEP", 20)
     lines, sample = JsonLines(tmp_path / "lines"), tmp_path / "sample"
 
     async def scenario() -> None:
@@ -114,13 +113,10 @@ def test_what_waits_for_a_slow_disk_is_bounded(
 
     asyncio.run(scenario())
     assert lines.read(lambda record: record["step"]) == list(range(21)) and sample.read_text() == "written" and writer.failures == 1
-    assert told == [
-        "the disk is slow: 11 writes into the run folder wait for it; samples as text are left out meanwhile",
-        "the disk has caught up with what the run writes",
-    ]
+    assert told == ["the disk is slow: 11 writes into the run folder wait for it; samples as text are left out meanwhile"]
 
 
-def lines_after_a_refusal(writer: RetryingWriter, path: Path) -> list[int]:
+def lines_after_a_refusal(writer: DiskWriter, path: Path) -> list[int]:
     """Two are refused, as there is no such folder; a flush that comes when it is there tries them once more."""
     lines = JsonLines(path / "later" / "lines")
 
@@ -135,7 +131,7 @@ def lines_after_a_refusal(writer: RetryingWriter, path: Path) -> list[int]:
     return lines.read(lambda record: record["step"])
 
 
-def test_a_flush_tries_what_the_disk_has_refused_once_more(writer: RetryingWriter, tmp_path: Path) -> None:
+def test_a_flush_tries_what_the_disk_has_refused_once_more(writer: DiskWriter, tmp_path: Path) -> None:
     """A checkpoint that finds room again must not be the last thing on disk: its lines would be lost with the process."""
     assert lines_after_a_refusal(writer, tmp_path) == [1, 2]
 
@@ -146,11 +142,11 @@ def test_what_can_not_be_told_of_the_disk_costs_no_line(tmp_path: Path) -> None:
     def tell(_: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    writer = RetryingWriter(tell)
+    writer = DiskWriter(tell)
     assert lines_after_a_refusal(writer, tmp_path) == [1, 2] and writer.close(within_s=60.0) == ""
 
 
-def test_what_goes_wrong_otherwise_is_raised_at_the_flush_and_keeps_no_later_line(writer: RetryingWriter, tmp_path: Path) -> None:
+def test_what_goes_wrong_otherwise_is_raised_at_the_flush_and_keeps_no_later_line(writer: DiskWriter, tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "lines")
     for step, value in ((1, 0.5), (2, float("inf")), (3, 0.5)):
         writer.line(step, lines.append, {"step": step, "value": value})
@@ -160,7 +156,7 @@ def test_what_goes_wrong_otherwise_is_raised_at_the_flush_and_keeps_no_later_lin
     assert lines.read(lambda record: record["step"]) == [1, 3]
 
 
-def test_a_run_that_goes_back_writes_no_line_of_later_steps_any_more(writer: RetryingWriter, gate: Gate, tmp_path: Path) -> None:
+def test_a_run_that_goes_back_writes_no_line_of_later_steps_any_more(writer: DiskWriter, gate: Gate, tmp_path: Path) -> None:
     """Not those that are on their way, which are there before the folder is taken back, nor those that a full disk has refused."""
     slow, full = JsonLines(tmp_path / "slow"), JsonLines(tmp_path / "full")
     refusing = type("Refusing", (JsonLines,), {"append": lambda self, *records: JsonLines.append(self, *records)})(full.path)
@@ -185,13 +181,13 @@ def test_a_run_that_goes_back_writes_no_line_of_later_steps_any_more(writer: Ret
 
 
 def test_what_can_not_be_written_in_the_end_is_said(gate: Gate, tmp_path: Path) -> None:
-    full = RetryingWriter(lambda _: None)
+    full = DiskWriter(lambda _: None)
     for step in (1, 2):
         full.line(step, JsonLines(Path("/dev/full")).append, {"step": step})
     assert full.close(within_s=60.0) == (
         "2 lines of the run folder's files are lost: its disk refuses them ([Errno 28] No space left on device)"
     )
-    hung = RetryingWriter(lambda _: None)
+    hung = DiskWriter(lambda _: None)
     hung.do(gate)
     gate.has_one.wait()
     hung.do(lambda: None)
@@ -203,8 +199,8 @@ def test_lines_that_find_no_room_in_memory_are_counted_and_told(
     has_room: bool, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five lines where three may wait: the disk takes the last three, and the two before them are named. Without a disk all are lost."""
-    monkeypatch.setattr(retrying_writer, "_MOST", 3)
-    writer, lines = RetryingWriter(told.append), JsonLines(tmp_path / "later" / "lines")
+    monkeypatch.setattr(disk_writer, "_MOST", 3)
+    writer, lines = DiskWriter(told.append), JsonLines(tmp_path / "later" / "lines")
 
     async def scenario() -> None:
         for step in range(1, 6):
@@ -220,7 +216,7 @@ def test_lines_that_find_no_room_in_memory_are_counted_and_told(
     lost = f"5 lines of the run folder's files are lost: its disk refuses them ({why})"
     assert writer.close(within_s=60.0) == ("" if has_room else lost)
     assert told[1:] == [
-        "3 lines of one kind wait for the disk, as many as may: from now on the oldest are lost",
+        "3 lines wait for the disk, as many as may: from now on the oldest are lost",
         *(["the disk takes what the run writes again; the oldest 2 of the lines that waited are lost"] if has_room else []),
     ]
 
