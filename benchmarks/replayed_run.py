@@ -36,8 +36,7 @@ from evenkeel.actors.processes.loop_clock import LoopClock
 from evenkeel.actors.processes.supervision import kill, unless_failed
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.recorder import Recorder
-from evenkeel.actors.record.run_event import EventKind
-from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import EventKind, RunFolder
 from evenkeel.actors.record.terminal import TerminalView
 from evenkeel.actors.settings.environment import OF_BATCHES
 from evenkeel.actors.settings.resolve import with_devices

@@ -13,8 +13,7 @@ from evenkeel.actors.cluster.hub import model_folder
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.driver.evaluation import evaluate
 from evenkeel.actors.metrics.catalogue import CATALOGUE
-from evenkeel.actors.metrics.cut_answers import cut_remark
-from evenkeel.actors.metrics.held_out import Evaluation
+from evenkeel.actors.metrics.held_out import Evaluation, cut_remark
 from evenkeel.actors.metrics.step_metrics import StepMetrics, shown
 from evenkeel.actors.settings.devices import check_engine_device, visible_gpus
 from evenkeel.actors.settings.resolve import refuse_contradictions_of_engines, with_engine_types

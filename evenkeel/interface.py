@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from evenkeel.actors.config import RunConfig
-from evenkeel.actors.record.ownership import fresh_path
-from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunFolder, fresh_path
 from evenkeel.correction.errors import EvenkeelError
 from evenkeel.recipe import load_config
 from evenkeel.rollout.module_path import checkout

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from evenkeel.actors.record.yaml_lines import composed, node_lines
+from evenkeel.actors.record.config_that_ran import composed, node_lines
 from evenkeel.correction.errors import ConfigError, one_line, require_utf8
 from evenkeel.correction.settings.base import Settings
 from evenkeel.explain import (

@@ -15,8 +15,7 @@ from typing import Any
 from evenkeel.actors.cluster.hub import outline_folder
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.step_metrics import shown
-from evenkeel.actors.record.ownership import fresh_path
-from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunFolder, fresh_path
 from evenkeel.correction.errors import counted
 from evenkeel.doctor.memory_rules import gib
 from evenkeel.engines.contract import expert_count

@@ -24,12 +24,10 @@ from evenkeel.actors.processes.disk_at_start import MODEL_OR_RUN, DiskLate, by_d
 from evenkeel.actors.processes.event_level import EventLevel
 from evenkeel.actors.processes.output import put
 from evenkeel.actors.processes.supervision import HALF_OVER
-from evenkeel.actors.record import usual_mismatch
 from evenkeel.actors.record.recorder import Recorder
-from evenkeel.actors.record.run_event import EventKind
-from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import EventKind, RunFolder
 from evenkeel.actors.record.stack_collector import StackCollector
-from evenkeel.actors.record.terminal import TerminalView
+from evenkeel.actors.record.terminal import TerminalView, usual_mismatch
 from evenkeel.correction.errors import DeadlineExceeded, EvenkeelError, counted
 from evenkeel.doctor.facts import Nodes
 from evenkeel.doctor.gather import nodes_of_cluster, own_machine, when_others_have_left
@@ -294,7 +292,7 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Recorder, vie
     limit_s = config.deadlines.disk_s
     by_disk = partial(by_disk_at_start, limit_s=lambda: limit_s, say=observer.waiting)
     shape = by_disk(lambda: ModelShape.read(config_folder(model)), "the model's config", disk=MODEL_OR_RUN)
-    view.compare_with(usual_mismatch.of_run(config, has_experts=shape.experts > 0))
+    view.compare_with(usual_mismatch(config, has_experts=shape.experts > 0))
     nodes: Nodes
     if config.ray.address is None:
         what = "facts of this machine, and the model's folder"

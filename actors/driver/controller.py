@@ -52,8 +52,7 @@ from evenkeel.actors.processes.supervision import abandon, argument_gone, done_o
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import ByDisk, by_disk
 from evenkeel.actors.record.recorder import Recorder
-from evenkeel.actors.record.run_event import EventKind
-from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
+from evenkeel.actors.record.run_folder import Checkpoint, EventKind, RunFolder
 from evenkeel.actors.settings.true_on_policy import check_batch
 from evenkeel.actors.weights.weight_sync import WeightSync
 from evenkeel.correction.errors import DataError, EvenkeelError, StepAborted, counted

@@ -11,7 +11,7 @@ import errno
 import json
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,7 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as PrometheusFamily
 from prometheus_client.registry import Collector
 
-from evenkeel.actors.metrics.kinds import Kind, Metric
+from evenkeel.actors.carriers import ActorInfo
+from evenkeel.actors.metrics.catalogue import Kind, Metric
 from evenkeel.actors.metrics.step_metrics import lookup, member
 from evenkeel.correction.errors import ConfigError
 
@@ -177,6 +178,43 @@ class DiscoveryServer:
                 """Requests of Prometheus are not logged."""
 
         return Handler
+
+
+class DriverEndpoint:
+    """The driver's own endpoint, and the service discovery. Neither is open before `serve`."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self.workers: dict[str, str] = {}
+        """Rollout workers that are up: name -> key in the service discovery."""
+
+    def serve(self, bind: str, discovery_port: int) -> str:
+        """Open both; needs a running Ray. Args: as in MetricsConfig. Returns: URL of the service discovery."""
+        address = listen_address(bind)
+        self._discovery = DiscoveryServer(address, discovery_port)
+        self._open.callback(self._discovery.close)
+        self._own = MetricsEndpoint("controller", "0", bind=address)
+        self._open.callback(self._own.close)
+        self._discovery.register("controller-0", self._own.target, self._own.labels)
+        return self._discovery.url
+
+    def joined(self, info: ActorInfo) -> None:
+        self._discovery.register(info.key, info.target, {"role": info.role, "name": info.name})
+        if info.role == "rollout":
+            self.workers[info.name] = info.key
+
+    def left(self, worker: str) -> None:
+        """A rollout worker is gone: its numbers are forgotten."""
+        self._discovery.deregister(self.workers.pop(worker, ""))
+        self._own.keep_only("worker", self.workers)
+
+    def publish(self, metrics: Mapping[str, float]) -> None:
+        """Numbers of a step or of an evaluation; of workers, those that are up."""
+        self._own.publish(dict(metrics))
+        self._own.keep_only("worker", self.workers)
+
+    def close(self) -> None:
+        self._open.close()
 
 
 def _discovery_at(bind: str, port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from evenkeel.actors.carriers import DiscardReason
-from evenkeel.actors.metrics.catalogue import CATALOGUE
-from evenkeel.actors.metrics.kinds import Kind, Metric
-from evenkeel.actors.metrics.step_number import step_of
+from evenkeel.actors.json_lines import step_of
+from evenkeel.actors.metrics.catalogue import CATALOGUE, Kind, Metric
 from evenkeel.correction.errors import EvenkeelError
 
 DISCARD_COUNTERS = {

@@ -16,12 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenkeel.actors.json_lines import JsonLines, append_whole
-from evenkeel.actors.metrics.kinds import Kind
+from evenkeel.actors.json_lines import JsonLines, append_whole, step_of
+from evenkeel.actors.metrics.catalogue import Kind
 from evenkeel.actors.metrics.step_metrics import StepMetrics, lookup
-from evenkeel.actors.metrics.step_number import step_of
 from evenkeel.actors.record.disk_writer import FileThread
-from evenkeel.actors.record.ownership import WANDB_ID
+from evenkeel.actors.record.run_folder import WANDB_ID
 from evenkeel.correction.errors import ConfigError, counted
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from ray.exceptions import RayError
 from evenkeel.actors.carriers import ActorInfo, DiscardedGroup, Observation, PreparedBatch, ScatterSample, Ticket, WaitNotice
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.catalogue import CATALOGUE
-from evenkeel.actors.metrics.cut_answers import cut_remark
-from evenkeel.actors.metrics.driver_endpoint import DriverEndpoint
-from evenkeel.actors.metrics.held_out import Evaluation
+from evenkeel.actors.metrics.exporter import DriverEndpoint
+from evenkeel.actors.metrics.held_out import Evaluation, cut_remark
 from evenkeel.actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
 from evenkeel.actors.pool.scaling import ScalingDecision
 from evenkeel.actors.processes.event_level import EventLevel
@@ -33,8 +32,7 @@ from evenkeel.actors.processes.supervision import abandon, unless_set, wait_for
 from evenkeel.actors.record.disk_waits import wait_for_disk
 from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.actors.record.metric_views import open_views, views_from_an_earlier_step
-from evenkeel.actors.record.run_event import LEVEL_OF_STATE, EventKind, RunEvent
-from evenkeel.actors.record.run_folder import SLOWEST_FILE, RunFolder, SlowPrompt
+from evenkeel.actors.record.run_folder import LEVEL_OF_STATE, SLOWEST_FILE, EventKind, RunEvent, RunFolder, SlowPrompt
 from evenkeel.actors.record.skipped_batches import keep_and_describe
 from evenkeel.actors.record.step_numbers import (
     FAILED_TRAJECTORIES,

@@ -1,4 +1,4 @@
-"""The folder of a run: what is where (who owns it: ownership.py).
+"""The folder of a run: what is where.
 
     recipe.yaml                     the recipe as given, settings of the command line merged in
     config.yaml                     the configuration that runs: plain values
@@ -8,7 +8,7 @@
     answer_lengths.jsonl            one line a step: tokens of one answer of each trained group
     ledger.jsonl                    one line a prompt that has left the queue (actors/groups/ledger.py)
     rewound.jsonl                   lines of the .jsonl files before the ledger that a resume took back (nothing of them is deleted)
-    events.log                      what happened: time, level, [what it says of the run's end], text (run_event.py)
+    events.log                      what happened: time, level, [what it says of the run's end], text (RunEvent)
     tensorboard/                    event files                          wandb_id, wandb/     with metrics.wandb_project
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
     slowest.json                    the prompts whose rewards took longest (SlowPrompt)
@@ -27,34 +27,36 @@ readers overlook and the next owner repairs.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import re
 import shutil
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import datetime
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import filelock
 import yaml
 from pydantic import BaseModel
 
-from evenkeel.actors.json_lines import JsonLines, append_whole
+from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.json_lines import JsonLines, append_whole, step_of
 from evenkeel.actors.metrics.step_metrics import StepMetrics
-from evenkeel.actors.metrics.step_number import step_of
 from evenkeel.actors.processes.event_level import EventLevel
 from evenkeel.actors.processes.output import put
-from evenkeel.actors.record.ownership import FOLDERS, clear, fresh_path, is_failed_start, make_below, own
-from evenkeel.actors.record.run_event import RunEvent
 from evenkeel.actors.record.skipped_batches import KEPT, SkippedBatch
 from evenkeel.correction.early_warning.monitor import Event, State
-from evenkeel.correction.errors import ConfigError, DataError
+from evenkeel.correction.errors import ConfigError, DataError, require_utf8
 from evenkeel.learner.weights.file_sums import flush_to_disk, seal
 
 SampleKind = Literal["step", "held_out"]
@@ -65,9 +67,92 @@ CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
 _NO_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """Errors of reading a damaged YAML file. A scalar or a list makes no dict; PyYAML raises several for a tag that doesn't fit."""
+FOLDERS = ("tensorboard", "trajectories", "checkpoints")
+WANDB_ID = "wandb_id"
+_BEFORE_NUMBERS = {*FOLDERS, "model", "recipe.yaml", "config.yaml", "events.log", "ledger.jsonl", "wandb", WANDB_ID}
+"""What a run writes before its first evaluation, step or checkpoint."""
+_PARTIAL = re.compile(r"\.\d+\.")
+"""A file that was being written, see write_file."""
+_GLANCE_S = 0.3
+"""How long an owner waits for the folder's lock: whoever only looks whether the folder is in use holds it for an instant."""
+_STAYS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Refusals that a later attempt would meet again: rights, kinds of files, a file system without locks. A full disk may have room then."""
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
 _REPLACED = ".replaced.partial"
 """Suffix of a whole checkpoint in whose place the same step's next one is about to come."""
+
+
+_LEVELS: dict[str, EventLevel] = {level: level for level in get_args(EventLevel)}
+LEVEL_OF_STATE: dict[State, EventLevel] = {State.OK: "info", State.WATCH: "watch", State.ALARM: "alarm"}
+"""Levels of the early warning's events."""
+
+
+class EventKind(StrEnum):
+    """What an event says of the run's end. Most say nothing of it; a line has the kind of the others in brackets, before the text."""
+
+    NONE = ""
+    ENDING = "ending"
+    """A signal or an alarm has asked for the end; the run has not ended yet."""
+    SAVED = "saved"
+    """A checkpoint is whole."""
+    STOPPED = "stopped"
+    """A signal has ended the run at once."""
+    RESUMED = "resumed"
+    """The run goes on from a checkpoint: what events before say of its end is over."""
+
+
+_WAIT = "[waiting] "
+"""Stands before a notice, which a line has as JSON, in the place of a text."""
+_KIND = re.compile(rf"\[({'|'.join(kind for kind in EventKind if kind)})\] ")
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """What happened, and when."""
+
+    time: str
+    """ISO 8601, local time, to the second."""
+    level: EventLevel
+    text: str
+    kind: EventKind = EventKind.NONE
+    notice: WaitNotice | None = None
+    """Of a wait; None: the event is of something else."""
+
+    @classmethod
+    def now(cls, level: EventLevel, message: str | WaitNotice, kind: EventKind = EventKind.NONE) -> RunEvent:
+        if level not in _LEVELS:
+            raise ValueError(f"event level {level!r}: use one of {', '.join(_LEVELS)}")
+        time = datetime.now().isoformat(timespec="seconds")
+        if isinstance(message, WaitNotice):
+            return cls._of_wait(time, level, message)
+        return cls(time, level, " ".join(message.split()), kind)
+
+    @classmethod
+    def _of_wait(cls, time: str, level: EventLevel, notice: WaitNotice) -> RunEvent:
+        return cls(time, level, " ".join(str(notice).split()), notice=notice)
+
+    @classmethod
+    def parse(cls, line: str) -> RunEvent | None:
+        """What `line` has written; None for anything else."""
+        parts = line.split(None, 2)
+        if len(parts) != 3 or (level := _LEVELS.get(parts[1])) is None:
+            return None
+        time, text = parts[0], parts[2]
+        if found := _KIND.match(text):
+            return cls(time, level, text[found.end() :], EventKind(found[1]))
+        if text.startswith(_WAIT):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):  # a line that was cut, or is no notice
+                notice = WaitNotice(**json.loads(text.removeprefix(_WAIT)))
+                if (type(notice.what), type(notice.seconds), type(notice.detail)) == (str, int, str):
+                    return cls._of_wait(time, level, notice)
+        return cls(time, level, text)
+
+    @property
+    def line(self) -> str:
+        """For events.log, with its end."""
+        kind = f"[{self.kind}] " if self.kind else ""
+        said = f"{kind}{self.text}" if self.notice is None else f"{_WAIT}{json.dumps(asdict(self.notice))}"
+        return f"{self.time} {self.level:7} {said}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,3 +543,76 @@ def _parse_slow(one: dict[str, Any]) -> SlowPrompt:
 def _refuse_if(is_given_up: bool, folder: Path) -> None:
     if is_given_up:
         raise DataError(f"{folder}: given up, because its disk was late")
+
+
+# Which folder a new run gets, and who owns it: one process, by a lock that the kernel releases when it ends.
+
+def fresh_path(root: Path, name: str) -> Path:
+    """root/NAME-DATE-TIME, with a number behind it if that is taken."""
+    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates = [root / stem, *(root / f"{stem}-{i}" for i in range(2, 100))]
+    return next(path for path in candidates if not path.exists())
+
+
+def is_failed_start(path: Path, present: Sequence[str]) -> bool:
+    """Whether a folder holds only what a run writes before its first number. A config.yaml alone may be anybody's."""
+    known = all(name in _BEFORE_NUMBERS or _PARTIAL.match(name) for name in present)
+    samples = path / "trajectories"
+    has_samples = samples.is_dir() and any(samples.iterdir())
+    checkpoints = path / "checkpoints"
+    has_checkpoints = checkpoints.is_dir() and any(not entry.name.endswith(".partial") for entry in checkpoints.iterdir())
+    is_ours = "config.yaml" not in present or set(FOLDERS) <= set(present)  # which are made before it
+    return known and is_ours and not has_samples and not has_checkpoints
+
+
+def clear(path: Path, present: Sequence[str]) -> None:
+    """Remove what a start that failed has left, all but its events.log."""
+    for name in present:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        elif name != "events.log":
+            (path / name).unlink()
+
+
+def make_below(run_folder: Path, path: Path) -> None:
+    """Make a folder below the run's, with those between. Raises: FileNotFoundError if the run's is gone, which is not made anew."""
+    if not run_folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(run_folder))
+    for missing in reversed([path, *path.parents][: len(path.relative_to(run_folder).parts)]):
+        missing.mkdir(exist_ok=True)
+
+
+def own(path: Path) -> filelock.BaseFileLock:
+    """Take the lock of a folder, which is made if need be.
+
+    Raises: ConfigError if another process has it, or the folder can't be used as it is; OSError for what may pass, such as a full disk.
+    """
+    require_utf8("run_dir = ", path.absolute())
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir = {path}: can't be made: {error.strerror}. Choose another run_dir.") from error
+    lock = filelock.FileLock(path / ".owner.lock", thread_local=False)  # a thread takes it, another may give it back
+    owner = path / ".owner.json"
+    try:
+        lock.acquire(timeout=_GLANCE_S)
+    except filelock.Timeout:
+        try:
+            who = json.loads(owner.read_text())
+            by = f"process {who['pid']} on {who['host']} since {who['since']}"
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            by = "another process"
+        raise ConfigError(f"run_dir = {path}: in use by {by}. Wait for that run or stop it, or choose another run_dir.") from None
+    except OSError as error:
+        if error.errno not in _STAYS:
+            raise
+        raise ConfigError(f"run_dir = {path}: can't be locked: {error}. Choose another run_dir, or let this user write there.") from error
+    ours = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(timespec="seconds")}
+    try:
+        owner.write_text(json.dumps(ours))
+    except OSError as error:
+        lock.release()
+        if error.errno not in _STAYS:
+            raise
+        raise ConfigError(f"run_dir = {path}: can't be written to: {error}. Choose another, or let this user write there.") from error
+    return lock

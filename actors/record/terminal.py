@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,14 +22,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.catalogue import CATALOGUE, SKIPPED
 from evenkeel.actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
 from evenkeel.actors.processes.event_level import EventLevel
 from evenkeel.actors.processes.output import UnfailingStream
-from evenkeel.actors.record import usual_mismatch
-from evenkeel.actors.record.run_event import LEVEL_OF_STATE
-from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.correction.early_warning.monitor import ReferenceLevel, State
+from evenkeel.actors.record.run_folder import LEVEL_OF_STATE, RunFolder
+from evenkeel.correction.early_warning.monitor import ReferenceLevel, State, usual_level
+from evenkeel.correction.errors import EvenkeelError
+from evenkeel.engines.contract import expert_count
+from evenkeel.learner.hf.folder import read_json
 from evenkeel.learner.results import SkipReason
 
 _EVENT_STYLE: dict[EventLevel, str] = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
@@ -366,7 +368,7 @@ def terminal_svg(folder: RunFolder, *, until_step: int | None = None) -> str:
     config = folder.read_config()
     name = config.get("name", folder.path.name)
     state = _State(int(config.get("steps", shown_until)), f"evenkeel: {name}", f"{folder.path.parent.name}/{folder.path.name}")
-    state.usual = usual_mismatch.of_folder(folder)
+    state.usual = usual_mismatch_of(folder)
     for evaluation in folder.read_evaluations():
         if evaluation.step <= shown_until:
             state.take_evaluation(evaluation)
@@ -382,3 +384,39 @@ def terminal_svg(folder: RunFolder, *, until_step: int | None = None) -> str:
 def _early_warning(metrics: Mapping[str, float]) -> State | None:
     """None for a step without diagnostics."""
     return list(State)[int(metrics[_WARNING])] if _WARNING in metrics else None
+
+
+def usual_mismatch(config: RunConfig, *, has_experts: bool) -> ReferenceLevel | None:
+    """How far engine and learner usually are apart at equal weights in such a run. Args: config: with devices and types."""
+    return usual_level(
+        config.monitor.thresholds.setting,
+        config.learner.resolved_dtype,
+        device=config.rollout.engine.resolved_device,
+        has_experts=has_experts,
+        has_float8=config.rollout.engine.has_float8,
+        replays_routes=config.learner.routing_replay == "rollout",
+    )
+
+
+def usual_mismatch_of(folder: RunFolder) -> ReferenceLevel | None:
+    """The same of a run that may be an earlier version's, or not whole: None for what its folder doesn't say."""
+    config = folder.read_config()
+    try:
+        model = read_json(folder.model_path / "config.json")
+    except EvenkeelError:
+        return None
+    stated = next((model[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if model.get(name)), None)
+    return usual_level(
+        _at(config, "monitor", "thresholds", "setting"),
+        str(_at(config, "learner", "dtype")),
+        device=str(_at(config, "rollout", "engine", "device")),
+        has_experts=expert_count(str(model.get("model_type")), stated) > 0,
+        has_float8=_at(config, "rollout", "engine", "quantization") == "float8_block",
+        replays_routes=_at(config, "learner", "routing_replay") == "rollout",
+    )
+
+
+def _at(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree

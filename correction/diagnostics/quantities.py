@@ -75,7 +75,7 @@ _UNWRITTEN = {Unit.ONE, Unit.SHARE, Unit.VERSIONS, Unit.TIMESTAMP}
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What one number is. A run's `Metric` (actors/metrics/kinds.py) is one of these, with its name and behaviour over time."""
+    """What one number is. A run's `Metric` (actors/metrics/catalogue.py) is one of these, with its name and behaviour over time."""
 
     unit: Unit
     label: str

@@ -17,9 +17,8 @@ import yaml
 from evenkeel.actors.carriers import ScatterSample
 from evenkeel.actors.metrics.catalogue import CATALOGUE
 from evenkeel.actors.metrics.step_metrics import StepMetrics, accuracy, accuracy_of_what, pass_at_most, shown, with_interval
-from evenkeel.actors.record import usual_mismatch
 from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.actors.record.terminal import duration
+from evenkeel.actors.record.terminal import duration, usual_mismatch_of
 from evenkeel.correction.diagnostics.quantities import Unit
 from evenkeel.correction.early_warning.monitor import ReferenceLevel
 from evenkeel.report.plots import PLOTTED, StepColumns, draw_plots, those_of
@@ -69,7 +68,7 @@ def write_report(folder: RunFolder) -> Path:
     config, warnings = folder.read_config(), folder.read_monitor_events()
     notable = [event for event in events if event.level in ("warning", "error")]
     left_out = list[str]()
-    usual = usual_mismatch.of_folder(folder)
+    usual = usual_mismatch_of(folder)
     page = _template().render(
         name=config.get("name", folder.path.name),
         folder=str(folder.path),

@@ -20,14 +20,12 @@ from evenkeel.actors.checkpoints.reader import Reading, read_at_start, verify_wh
 from evenkeel.actors.checkpoints.state import OtherVersionError
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.groups.ledger import TRAINED
-from evenkeel.actors.json_lines import JsonLines
+from evenkeel.actors.json_lines import JsonLines, step_of
 from evenkeel.actors.metrics.step_metrics import StepMetrics, shown
-from evenkeel.actors.metrics.step_number import step_of
 from evenkeel.actors.processes.disk_at_start import by_disk_at_start
 from evenkeel.actors.processes.event_level import EventLevel
 from evenkeel.actors.record.config_that_ran import recipe_given
-from evenkeel.actors.record.run_event import EventKind, RunEvent
-from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import EventKind, RunEvent, RunFolder
 from evenkeel.actors.record.stack_summary import newest_stack_summary
 from evenkeel.actors.settings.resolve import refuse_contradictions
 from evenkeel.correction.errors import ConfigError, DataError

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from evenkeel.actors.metrics.catalogue import CATALOGUE
-from evenkeel.actors.metrics.kinds import Kind
+from evenkeel.actors.metrics.catalogue import CATALOGUE, Kind
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy" / "alerts.yml"

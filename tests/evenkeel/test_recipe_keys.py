@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evenkeel.actors.config import RunConfig
-from evenkeel.actors.record.ownership import own
+from evenkeel.actors.record.run_folder import own
 from evenkeel.correction.errors import ConfigError
 from evenkeel.plan.shape import check_is_model
 from evenkeel.recipe import load_config

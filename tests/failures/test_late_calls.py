@@ -24,7 +24,7 @@ from benchmarks.control_plane_actors import ReplayedRun, ReplayedShape
 from benchmarks.late_calls import LateCalls
 from evenkeel.actors.driver.recovery import while_they_answer
 from evenkeel.actors.processes.supervision import unless_failed
-from evenkeel.actors.record.run_event import EventKind
+from evenkeel.actors.record.run_folder import EventKind
 from tests.e2e.launch import ROOT
 from tests.failures.impatient import PATIENCE_S, impatient
 from tests.failures.measured import REAL, Measured

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.actors import json_lines
-from evenkeel.actors.json_lines import JsonLines, last_step
+from evenkeel.actors.json_lines import JsonLines, last_step, step_of, step_of_line
 from evenkeel.actors.metrics import step_number
-from evenkeel.actors.metrics.step_number import step_of, step_of_line
 
 
 @pytest.fixture

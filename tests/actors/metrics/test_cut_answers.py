@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenkeel.actors.metrics.cut_answers import cut_remark
+from evenkeel.actors.metrics.held_out import cut_remark
 from evenkeel.rollout.trajectory import FinishReason, Trajectory, ids_of, logprobs_of
 
 

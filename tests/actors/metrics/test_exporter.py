@@ -20,9 +20,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.metrics.catalogue import CATALOGUE, Kind
 from evenkeel.actors.metrics.exporter import DiscoveryServer, MetricsEndpoint
-from evenkeel.actors.metrics.kinds import Kind
 from evenkeel.actors.metrics.step_metrics import MetricError
 from evenkeel.correction.errors import ConfigError
 from lab.ports import free_port

@@ -15,8 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evenkeel.actors.config import MetricsConfig
-from evenkeel.actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES
-from evenkeel.actors.metrics.kinds import Kind
+from evenkeel.actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES, Kind
 from evenkeel.actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
 from evenkeel.actors.record.metric_views import TensorBoardView, WandbView, open_views, views_from_an_earlier_step
 from evenkeel.actors.record.run_folder import RunFolder

@@ -19,8 +19,7 @@ from rich.console import Console
 from evenkeel.actors.carriers import DiscardedGroup, Observation, PreparedBatch
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.record.recorder import Recorder
-from evenkeel.actors.record.run_event import RunEvent
-from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunEvent, RunFolder
 from evenkeel.actors.record.terminal import TerminalView
 from evenkeel.actors.settings.resolve import with_devices
 from evenkeel.correction.config import CorrectionConfig

@@ -13,8 +13,7 @@ import pytest
 from evenkeel.actors.carriers import ScatterSample
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.step_metrics import StepMetrics
-from evenkeel.actors.record.run_event import RunEvent
-from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import RunEvent, RunFolder
 from evenkeel.actors.record.stack_collector import StackCollector
 from evenkeel.correction.errors import ConfigError
 from evenkeel.recipe import load_config

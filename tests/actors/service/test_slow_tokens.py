@@ -11,7 +11,7 @@ from evenkeel.actors.carriers import StoredGroup, Ticket, WaitNotice
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.groups import tokens as payloads
 from evenkeel.actors.processes.part_heartbeat import raise_when_silent
-from evenkeel.actors.record.run_event import RunEvent
+from evenkeel.actors.record.run_folder import RunEvent
 from tests.actors.cases import FakeActor, prompt
 from tests.actors.service.service_scene import GROUPS, ServiceScene, answered
 from tests.actors.simulated_time import simulate

@@ -20,7 +20,7 @@ from evenkeel.actors.carriers import ScatterSample
 from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.actors.record.usual_mismatch import of_folder
+from evenkeel.actors.record.terminal import usual_mismatch_of
 from evenkeel.actors.service.scatter import ScatterReservoir
 from evenkeel.correction.early_warning.monitor import Event, State
 from evenkeel.report import report
@@ -114,7 +114,7 @@ def test_mismatch_stands_beside_what_is_usual_for_the_run(
     folder.write_text("config.yaml", f"steps: 40\nlearner: {learner}\nrollout: {{engine: {engine}}}\n")
     folder.model_path.mkdir()
     (folder.model_path / "config.json").write_text(json.dumps(model))
-    level = of_folder(folder)
+    level = usual_mismatch_of(folder)
     assert (level and level.high) == usual
     rows = dict(summary_rows(StepColumns([step_metrics(1)]), [], folder.read_config(), level))
     assert ("usual: up to" in rows["mismatch k3 KL, largest"]) == (usual is not None)

@@ -14,8 +14,7 @@ from evenkeel.actors.carriers import WaitNotice
 from evenkeel.actors.config import DeadlinesConfig, RunConfig
 from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record import run_folder as run_folder_module
-from evenkeel.actors.record.run_event import EventKind, RunEvent
-from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import EventKind, RunEvent, RunFolder
 from evenkeel.actors.settings.resolve import with_deadlines
 from evenkeel.cli import app
 from evenkeel.recipe import as_recipe, load_config
