@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from evenkeel.actors import json_lines
 from evenkeel.actors.json_lines import JsonLines, last_step, step_of, step_of_line
-from evenkeel.actors.metrics import step_number
 
 
 @pytest.fixture
@@ -120,7 +119,7 @@ def at_most(monkeypatch: pytest.MonkeyPatch, *, parsed: int, held: int) -> Itera
 
     with monkeypatch.context() as patch:
         patch.setattr(json_lines.json, "loads", counted(json.loads))
-        patch.setattr(step_number, "_DECODER", type("Decoder", (), {"decode": staticmethod(counted(step_number._DECODER.decode))}))
+        patch.setattr(json_lines, "_DECODER", type("Decoder", (), {"decode": staticmethod(counted(json_lines._DECODER.decode))}))
         tracemalloc.start()
         try:
             yield
