@@ -307,7 +307,7 @@ def short(value: Any) -> str:
 def run_dir_of(recipe: Path | None, words: Sequence[str], resume: Path | None) -> Path:
     """The folder that the run will have. Raises: ConfigError for what can't be read; OSError; DiskLate."""
     if resume is None:
-        from evenkeel.actors.record.ownership import fresh_path
+        from evenkeel.actors.record.run_folder import fresh_path
 
         config = recipe_of(recipe, words).config
         return config.run_dir or fresh_path(Path("runs"), config.name)
