@@ -109,17 +109,9 @@ def check_not_positive(where: str, largest: Mapping[str, float]) -> None:
 
 def check_settings(where: str, config: Any) -> None:
     """Raises: ConfigError if config is something else than settings."""
-    if isinstance(config, CorrectionSettings):
-        return
-    if isinstance(config, str):
-        remedy = f"Give CorrectionConfig(preset={config!r})"
-    elif isinstance(config, Mapping):
-        remedy = "Give CorrectionConfig(**settings)"
-    elif type(config).__name__ == "CorrectionConfig":
-        remedy = "The same code was imported under two names, evenkeel.correction and evenkeel_correction: use one of them in a process"
-    else:
-        remedy = "Give a CorrectionConfig, such as CorrectionConfig(preset='tis-token')"
-    raise ConfigError(f"{where}: config is {_a(config)}", remedy=remedy)
+    if not isinstance(config, CorrectionSettings):
+        remedy = f"Give a CorrectionConfig of {__package__}, such as CorrectionConfig(preset='tis-token')"
+        raise ConfigError(f"{where}: config is {_a(config)}", remedy=remedy)
 
 
 def check_same_settings(where: str, made_by: CorrectionSettings | None, config: CorrectionSettings) -> None:

@@ -143,8 +143,8 @@ def test_first_uses_that_are_wrong_give_a_sentence():
     batch, target = random_batch(3)
     config = CorrectionConfig(preset="tis-token")
     for use, reason in (
-        (lambda: correct(batch, "mis-full"), r"correct: config is str 'mis-full'\. Give CorrectionConfig\(preset='mis-full'\)"),
-        (lambda: correct(batch, {"preset": "grpo"}), r"Give CorrectionConfig\(\*\*settings\)"),
+        (lambda: correct(batch, "mis-full"), r"correct: config is str 'mis-full'\. Give a CorrectionConfig of evenkeel\.correction"),
+        (lambda: correct(batch, {"preset": "grpo"}), "Give a CorrectionConfig"),
         (lambda: correct(batch, PRESETS["grpo"]), "Give a CorrectionConfig"),
         (lambda: correct({"token_ids": target}, config), "batch is a dict, not a PackedBatch"),
         (lambda: policy_loss(correct(batch, config), target, "tis-token"), "policy_loss: config is str"),
