@@ -6,11 +6,11 @@ Frozen: nothing is changed after it was handed over, and tensors are read-only b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from evenkeel.engines.weights import WeightSpec
     from evenkeel.rollout.config import RolloutConfig
     from evenkeel.rollout.trajectory import AnswerFacts, AnswerPlace, GroupFacts, Prompt, UnfinishedGroup
+
+EventLevel = Literal["info", "watch", "warning", "alarm", "error"]
+"""How serious an event of a run is: the word that events.log has before the text. The early warning alone says watch and alarm."""
+Notify = Callable[[EventLevel, str], object]
+"""Takes level and text of an event."""
 
 
 class DiscardReason(StrEnum):

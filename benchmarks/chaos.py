@@ -36,7 +36,7 @@ from benchmarks.chaos_books import HeldOut, RunBooks, steps_done_again
 from benchmarks.chaos_strikes import Strike, Strikes, table
 from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between, scratch
 from benchmarks.watched_run import WatchedRun
-from evenkeel.actors.processes.descendants import adopted_orphans, end_new
+from evenkeel.actors.processes.children import adopted_orphans, end_new
 from evenkeel.correction.errors import EvenkeelError
 
 _POLL_S = 0.2

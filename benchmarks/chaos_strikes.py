@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.late_calls import LateCalls
 from benchmarks.watched_run import processes_of
-from evenkeel.actors.processes.descendants import command_of
+from evenkeel.actors.processes.children import command_of
 
 KILLED, STOPPED, LATE = "killed", "stopped", "called late"
 _DEEDS = {

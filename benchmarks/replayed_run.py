@@ -32,7 +32,7 @@ from evenkeel.actors.driver.batches import BatchSource
 from evenkeel.actors.driver.controller import Controller, EmptySteps
 from evenkeel.actors.driver.evaluation import Evaluations
 from evenkeel.actors.driver.parts import make_sync
-from evenkeel.actors.processes.loop_clock import LoopClock
+from evenkeel.actors.processes.pacing import LoopClock
 from evenkeel.actors.processes.supervision import kill, unless_failed
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.recorder import Recorder

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.sides import NANO_RECIPE, evenkeel, options, put_between, scratch
 from benchmarks.watched_run import ROLES, WatchedRun
-from evenkeel.actors.processes.descendants import adopted_orphans, command_of, descendants, end_new
+from evenkeel.actors.processes.children import adopted_orphans, command_of, descendants, end_new
 
 _MIB = 1 << 20
 _IDLE = "IDLE"

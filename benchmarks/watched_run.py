@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks.sides import EVENKEEL, NANO_RECIPE, ROOT
 from evenkeel.actors.json_lines import last_step
-from evenkeel.actors.processes.descendants import command_of, descendants, end_new
+from evenkeel.actors.processes.children import command_of, descendants, end_new
 
 ROLES = {
     "rollout worker": "ray::RolloutWorker",
@@ -20,7 +20,7 @@ ROLES = {
     "scoring process": "evenkeel.rollout.rewards.reward_process",
     "correction service": "ray::CorrectionService",
     "learner rank": "ray::LearnerRankActor",
-    "driver": "evenkeel.attempt",
+    "driver": "evenkeel.cli",
 }
 """Role -> text in the command line of its processes."""
 _LEFT_S = 90.0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
+import stat
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -17,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import typer
 from typer.core import TyperCommand
 
-from evenkeel.actors.processes import interrupts
-from evenkeel.actors.processes.home_folder import home_of_the_homeless
+from evenkeel.actors.processes import signals
+from evenkeel.actors.processes.children import inherit
 from evenkeel.actors.processes.output import prepare_streams, put, refused_file
 from evenkeel.correction.errors import ConfigError, EvenkeelError
 from evenkeel.doctor_command import doctor
@@ -117,22 +120,38 @@ class ToStandardError(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
+def home_of_the_homeless() -> dict[str, str]:
+    """HOME, where it can't be determined (an id without an entry in /etc/passwd, as containers are often given one, and no HOME); nothing
+    where it can. Libraries look for their caches below it: some fail without, some make a
+    folder called "~" where the run was started."""
+    with contextlib.suppress(RuntimeError):
+        Path.home()
+        return {}
+    folder = Path(tempfile.gettempdir(), f"evenkeel-home-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return {"HOME": str(folder) if is_ours else tempfile.mkdtemp(prefix=f"{folder.name}-")}
+
+
 def main() -> None:
     """Entry point of the console script: one sentence and a non-zero exit for whatever is wrong with the input."""
     quiet()
     prepare_streams()
-    with interrupts.guarded(), environment(SAFE_PATH | home_of_the_homeless()):
+    inherit()
+    with signals.guarded(), environment(SAFE_PATH | home_of_the_homeless()):
         try:
             app()
         except EvenkeelError as error:
             sys.exit(_sentence(str(error), error))
         except OSError as error:
             sys.exit(_sentence(refused_file(error), error))
-        except (KeyboardInterrupt, asyncio.CancelledError, interrupts.Interrupted) as error:
-            number = error.number if isinstance(error, interrupts.Interrupted) else int(signal.SIGINT)
-            ended = "interrupted" if number == signal.SIGINT else f"ended by {interrupts.NAMES[number]}"
+        except (KeyboardInterrupt, asyncio.CancelledError, signals.Interrupted) as error:
+            number = error.number if isinstance(error, signals.Interrupted) else int(signal.SIGINT)
+            ended = "interrupted" if number == signal.SIGINT else f"ended by {signals.NAMES[number]}"
             put(f"{_sentence(ended, error)}\n", sys.stderr)
-            sys.exit(interrupts.code_after(number))
+            sys.exit(signals.code_after(number))
 
 
 def _sentence(text: str, error: BaseException) -> str:
@@ -171,7 +190,7 @@ def train(
     the end. Ctrl-C finishes the current step, SIGTERM aborts it; both write a checkpoint. A second signal ends the run at once.
 
     With --retries a run whose process dies (a crash, kill -9, out of memory) or hangs resumes from its newest checkpoint, or starts over if
-    there is none. A run that is refused for its settings before its first new step, or dies twice without one, is not retried.
+    there is none. An error before its first new step is final: what the run was given is wrong.
 
     With --smoke it makes one step of the same run on two layers of the model with random weights, and says what passed: ranks, engines, the
     step, the weight sync, and by how much engine and learner differ. Its folder is removed, or kept and named if something fails.

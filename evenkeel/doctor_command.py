@@ -22,7 +22,7 @@ from rich.table import Table
 from evenkeel.actors.cluster.address import NoClusterError
 from evenkeel.actors.cluster.hub import outline_folder
 from evenkeel.actors.config import HubName, RunConfig
-from evenkeel.actors.processes.disk_at_start import by_disk_at_start
+from evenkeel.actors.processes.disk import by_disk_at_start
 from evenkeel.actors.settings.devices import visible_gpus
 from evenkeel.actors.settings.resolve import asks_for_gpus, kept, refusals, with_engine_types
 from evenkeel.correction.errors import ConfigError, EvenkeelError, counted

@@ -13,7 +13,7 @@ from evenkeel.actors.cluster.hub import outline_folder
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.exporter import check_addresses
 from evenkeel.actors.pool.faults import PATIENCE_S
-from evenkeel.actors.processes.disk_at_start import MODEL_OR_RUN, ON_DISK, by_disk_at_start
+from evenkeel.actors.processes.disk import MODEL_OR_RUN, ON_DISK, by_disk_at_start
 from evenkeel.actors.record.metric_views import wandb_for
 from evenkeel.actors.settings.devices import check_devices
 from evenkeel.actors.settings.resolve import asks_for_gpus, kept, with_devices

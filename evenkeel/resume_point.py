@@ -18,7 +18,7 @@ from evenkeel.actors.carriers import Ticket
 from evenkeel.actors.checkpoints.reader import ResumePoint, newest_readable, read_at_start
 from evenkeel.actors.cluster.hub import outline_folder
 from evenkeel.actors.config import DeadlinesConfig, HubName, RunConfig, absolute
-from evenkeel.actors.processes.disk_at_start import MODEL_OR_RUN, by_disk_at_start
+from evenkeel.actors.processes.disk import MODEL_OR_RUN, by_disk_at_start
 from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.errors import ConfigError, DataError, counted

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evenkeel.actors.config import RunConfig
-from evenkeel.actors.processes.disk_at_start import by_disk_at_start
+from evenkeel.actors.processes.disk import by_disk_at_start
 from evenkeel.correction.errors import DataError
 from evenkeel.recipe import load_config
 from evenkeel.rollout.config import TaskConfig

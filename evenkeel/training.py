@@ -11,17 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.carriers import EventLevel, WaitNotice
 from evenkeel.actors.checkpoints.reader import ResumePoint, steps_without_a_line, take_back
 from evenkeel.actors.cluster.cluster import Cluster
 from evenkeel.actors.cluster.head_watch import ends_with_own_ray, ends_with_the_head
 from evenkeel.actors.cluster.hub import config_folder, pinned
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.driver.controller import Controller, RunSummary, run_controller
-from evenkeel.actors.processes import interrupts
-from evenkeel.actors.processes.daemon_threads import DaemonThreads
-from evenkeel.actors.processes.disk_at_start import MODEL_OR_RUN, DiskLate, by_disk_at_start, is_disk_late
-from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.actors.processes import signals
+from evenkeel.actors.processes.disk import MODEL_OR_RUN, DaemonThreads, DiskLate, by_disk_at_start, is_disk_late
 from evenkeel.actors.processes.output import put
 from evenkeel.actors.processes.supervision import HALF_OVER
 from evenkeel.actors.record.recorder import Recorder
@@ -87,7 +85,7 @@ def train_run(
                 look = partial(_complete, folder, config, point)
                 done = by_disk_at_start(look, "the run's evaluations and report", computes=True, limit_s=lambda: limit_s)
                 if done is not None:
-                    interrupts.all_is_done(0)
+                    signals.all_is_done(0)
                     put(done[1], sys.stdout)
                     return done[0]
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
@@ -147,7 +145,6 @@ def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> tuple
     left, steps = left_after_training(folder, config.steps), point.checkpoint.step
     if EVALUATION in left:
         return None
-    interrupts.has_trained = True  # what fails now is no start's
     report = _report(folder) if left else folder.report_path
     said = f"{folder.path} is complete: all of its {counted(steps, 'step')} are made, saved and evaluated"
     folder.event("info", said)
@@ -190,11 +187,11 @@ def _run_in(
                 summary = run_controller(controller, silence_s=config.deadlines.driver_s)
                 code = summary.exit_code
     except BaseException as error:
-        is_interrupted = isinstance(error, interrupts.Interrupted)
+        is_interrupted = isinstance(error, signals.Interrupted)
         summary = controller.summary if is_interrupted and controller is not None else None
         if summary is None:
-            code = interrupts.exit_code(error.number) if isinstance(error, interrupts.Interrupted) else 1
-            interrupts.all_is_done(None)  # a last line that could not be written: what was done isn't all
+            code = signals.exit_code(error.number) if isinstance(error, signals.Interrupted) else 1
+            signals.all_is_done(None)  # a last line that could not be written: what was done isn't all
             _keep_failure(error, observer, folder, config.steps)
             has_report = not is_disk_late(error)
             view.close()
@@ -202,14 +199,14 @@ def _run_in(
         code = summary.exit_code
         observer.keep_event("info", f"ended by {error} {_AFTER_ALL}")
     finally:
-        is_interrupted = is_interrupted or interrupts.is_ending()  # which knows nothing of a signal that the run's event loop has taken
+        is_interrupted = is_interrupted or signals.is_ending()  # which knows nothing of a signal that the run's event loop has taken
         try:
             observer.close(within_s=2.0 if is_interrupted else 30.0)
             if observer.hangs():
-                interrupts.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
+                signals.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
             if has_report and not is_interrupted:
                 report = _last_look(partial(_report, folder), "the report", f"evenkeel report {folder.path} writes it", config, view)
-        except interrupts.Interrupted as error:
+        except signals.Interrupted as error:
             if summary is None:
                 raise
             _keep_last(folder, f"ended by {error} {_AFTER_ALL}")
@@ -221,7 +218,7 @@ def _last_words(summary: RunSummary, folder: RunFolder, report: Path | None, con
     tell = partial(_summary_text, summary, folder, report, how=config.evaluation.description, steps=config.steps)
     try:
         text = _last_look(tell, "the newest and the best checkpoint", f"They are in {folder.path}", config, view)
-    except interrupts.Interrupted:
+    except signals.Interrupted:
         text = None
     return text or _outcome(summary, config.evaluation.description)
 
@@ -271,7 +268,7 @@ def _keep_failure(error: BaseException, observer: Recorder, folder: RunFolder, s
         saved, is_left = DaemonThreads().submit(_saved_and_left, folder, steps).result(_LISTED_S)
         if is_left:
             error.add_note(f"to go on: evenkeel train --resume {folder.path}")
-        elif not saved and isinstance(error, interrupts.Interrupted):
+        elif not saved and isinstance(error, signals.Interrupted):
             error.add_note(f"run folder: {folder.path}, without a checkpoint")
 
 
@@ -337,8 +334,8 @@ class _EventHandler(logging.Handler):
 
 def _said(error: BaseException) -> tuple[str, EventKind]:
     """A run's last event when it did not reach its end: text and kind."""
-    if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError, interrupts.Interrupted)):
-        by = str(error) if isinstance(error, interrupts.Interrupted) else "Ctrl-C"
+    if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError, signals.Interrupted)):
+        by = str(error) if isinstance(error, signals.Interrupted) else "Ctrl-C"
         return f"ended at once by {by}, without a checkpoint of what came after the last one", EventKind.STOPPED
     return (str(error) if isinstance(error, EvenkeelError) else f"{type(error).__name__}: {error}"), EventKind.NONE
 

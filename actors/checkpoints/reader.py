@@ -15,11 +15,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
+from evenkeel.actors.carriers import EventLevel
 from evenkeel.actors.checkpoints.state import OtherVersionError, TrainingState, other_version
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.json_lines import JsonLines
-from evenkeel.actors.processes.disk_at_start import by_disk_at_start
-from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.actors.processes.disk import by_disk_at_start
 from evenkeel.actors.record.run_folder import CHECKPOINT_FORMAT, Checkpoint, RunFolder
 from evenkeel.actors.settings.deadlines import reading_s
 from evenkeel.correction.errors import DataError

@@ -26,10 +26,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from evenkeel.actors.carriers import Ticket
+from evenkeel.actors.carriers import Notify, Ticket
 from evenkeel.actors.groups.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance_of
 from evenkeel.actors.groups.snapshot import QueueSnapshot
-from evenkeel.actors.processes.event_level import Notify
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.errors import DataError
 from evenkeel.learner.hf.tensor_files import saving

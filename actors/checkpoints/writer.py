@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from evenkeel.actors.checkpoints.reader import KEPT, bytes_under, superseded, to_free
 from evenkeel.actors.checkpoints.state import TrainingState
 from evenkeel.actors.config import CheckpointConfig, DeadlinesConfig
-from evenkeel.actors.processes.disk_at_start import DiskLate
+from evenkeel.actors.processes.disk import DiskLate
 from evenkeel.actors.processes.supervision import abandon
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import wait_for_disk

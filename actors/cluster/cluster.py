@@ -27,8 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from evenkeel.actors.cluster.address import NoClusterError, check_ray
 from evenkeel.actors.cluster.head_watch import OwnDaemon
 from evenkeel.actors.config import RayConfig, RunConfig
-from evenkeel.actors.processes import interrupts
-from evenkeel.actors.processes.descendants import adopted_orphans, command_of, descendants, end, end_new
+from evenkeel.actors.processes import signals
+from evenkeel.actors.processes.children import adopted_orphans, command_of, descendants, end, end_new
 from evenkeel.actors.processes.part_heartbeat import CONCURRENCY_GROUPS
 from evenkeel.actors.settings.devices import check_gpus_to_come, check_rollout_resource, visible_gpus
 from evenkeel.actors.settings.resolve import asks_for_gpus
@@ -116,7 +116,7 @@ class Cluster:
             try:
                 with _signals_stay_ours():
                     start()
-                interrupts.check()
+                signals.check()
                 return
             except (ValueError, PermissionError, ray.exceptions.AuthenticationError) as error:  # trying again changes nothing
                 self._clear()
@@ -124,7 +124,7 @@ class Cluster:
                 raise ConfigError(f"{reason}; `evenkeel config --section ray` explains the settings") from error
             except Exception as error:
                 logs = self._clear()
-                interrupts.check()
+                signals.check()
                 took_s = time.monotonic() - began
                 reason = f"{what} failed after {took_s:.0f} s: {one_line(error, named=True)} ({_load()})"
                 if not left or took_s > deadline_s:
@@ -272,7 +272,7 @@ def _signals_stay_ours() -> Iterator[None]:
         yield
     finally:
         ray._private.utils.set_sigterm_handler = replace
-        interrupts.rearm()
+        signals.rearm()
 
 
 @contextlib.contextmanager

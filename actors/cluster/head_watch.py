@@ -25,9 +25,9 @@ from pathlib import Path
 
 import psutil
 
-from evenkeel.actors.processes import interrupts
-from evenkeel.actors.processes.descendants import descendants
-from evenkeel.actors.processes.event_level import Notify
+from evenkeel.actors.carriers import Notify
+from evenkeel.actors.processes import signals
+from evenkeel.actors.processes.children import descendants
 from evenkeel.correction.errors import signal_name
 
 _LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
@@ -209,7 +209,7 @@ def _end(text: str, last: Callable[[str], object], over: threading.Event, left: 
     """Args: left: processes to be ended that may no longer be below this one."""
     over.set()  # the other watches must not report what ends together with this process
     # Printed first: the run folder's disk may be gone with the head.
-    interrupts.end_all(text, interrupts.NO_CLUSTER if interrupts.is_attempt else 1, last=partial(_last, text, last, left))
+    signals.end_all(text, 1, last=partial(_last, text, last, left))
 
 
 def _last(text: str, last: Callable[[str], object], left: Sequence[psutil.Process]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from evenkeel.actors.carriers import EventLevel
 from evenkeel.actors.checkpoints.state import Replacement
 from evenkeel.actors.config import EarlyWarningConfig
-from evenkeel.actors.processes.event_level import EventLevel
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.early_warning.monitor import SYMPTOMS, Event, State
 from evenkeel.correction.early_warning.replacement import breaks_at_an_alarm

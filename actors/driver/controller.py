@@ -17,8 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
+from evenkeel.actors.processes.signals import ShutdownSignals
 
-from evenkeel.actors.carriers import Observation, PreparedBatch
+from evenkeel.actors.carriers import Notify, Observation, PreparedBatch
 from evenkeel.actors.checkpoints.state import TrainingState
 from evenkeel.actors.checkpoints.writer import CheckpointWriter
 from evenkeel.actors.cluster.hub import outline_folder
@@ -39,15 +40,13 @@ from evenkeel.actors.driver.recovery import (
     what_is_done_again,
     what_is_lost,
 )
-from evenkeel.actors.driver.shutdown_signals import ShutdownSignals
 from evenkeel.actors.metrics.held_out import Evaluation
 from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.pool.scaling import first_workers
-from evenkeel.actors.processes import interrupts
-from evenkeel.actors.processes.daemon_threads import DaemonThreads
-from evenkeel.actors.processes.driver_heartbeat import beating
-from evenkeel.actors.processes.event_level import Notify
-from evenkeel.actors.processes.stopwatch import Stopwatch
+from evenkeel.actors.processes import signals
+from evenkeel.actors.processes.children import beating
+from evenkeel.actors.processes.disk import DaemonThreads
+from evenkeel.actors.processes.pacing import Stopwatch
 from evenkeel.actors.processes.supervision import abandon, argument_gone, done_or_reported, kill, unless_failed, unless_set, wait_for
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import ByDisk, by_disk
@@ -91,7 +90,7 @@ class RunSummary:
         """Exit code of `evenkeel train`, whose --help lists them."""
         if self.alarm:
             return ENDED_BY_ALARM
-        return 0 if self.ended_by in (None, signal.SIGINT) else interrupts.exit_code(self.ended_by)
+        return 0 if self.ended_by in (None, signal.SIGINT) else signals.exit_code(self.ended_by)
 
 
 class Controller:
@@ -344,7 +343,7 @@ class Controller:
             gc.freeze()  # a full garbage collection need not walk through all that the imports made
             self._observer.phase("training")
             self._observer.training_begins(time.monotonic() - self._began)
-        self._is_begun = self._goes_on = self._shutdown.is_training = interrupts.has_trained = True
+        self._is_begun = self._goes_on = self._shutdown.is_training = True
         prompts = map(self._task.train_prompt, itertools.count(self._source.book.admitted))
         feeding = self._pool.feed(prompts, self._source.take_unfinished(), self._source.ledger.hand_out, self._observer.admitted)
         await unless_failed(self._train_and_save(), feeding)
@@ -612,7 +611,7 @@ def run_controller(controller: Controller, *, silence_s: float) -> RunSummary:
     except asyncio.CancelledError:
         if controller.ended_by is None:
             raise
-        raise interrupts.Interrupted(controller.ended_by) from None
+        raise signals.Interrupted(controller.ended_by) from None
 
 
 async def _run_with_daemon_threads(controller: Controller, silence_s: float) -> RunSummary:

@@ -15,10 +15,9 @@ from typing import Protocol
 
 from ray.exceptions import RayError
 
-from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.carriers import EventLevel, WaitNotice
 from evenkeel.actors.config import DeadlinesConfig, EvaluationConfig
 from evenkeel.actors.metrics.held_out import UNKNOWN, Evaluation, Proportion, pass_at, share_over_questions
-from evenkeel.actors.processes.event_level import EventLevel
 from evenkeel.actors.processes.supervision import abandon, wait_for
 from evenkeel.actors.weights.weight_sync import WeightSync
 from evenkeel.correction.errors import DeadlineExceeded, EvenkeelError, counted

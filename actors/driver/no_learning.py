@@ -20,11 +20,10 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from evenkeel.actors.carriers import StoredGroup
+from evenkeel.actors.carriers import Notify, StoredGroup
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.groups.tokens import fetched, tokens_fetch_s
 from evenkeel.actors.metrics.held_out import NEARLY_ALL, Evaluation
-from evenkeel.actors.processes.event_level import Notify
 from evenkeel.correction.errors import DataError, EvenkeelError, counted
 from evenkeel.rollout.rewards.reward_process import accepted, build_extraction
 from evenkeel.rollout.trajectory import FailureKind, FinishReason, Group, GroupFacts

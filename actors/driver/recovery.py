@@ -26,11 +26,10 @@ from typing import Any, TypeVar
 
 from ray.exceptions import ActorUnavailableError, NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
-from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.carriers import EventLevel, Notify, WaitNotice
 from evenkeel.actors.checkpoints.reader import ResumePoint, newest_readable, take_back
 from evenkeel.actors.driver.parts import SERVICE, StartingPoint
-from evenkeel.actors.processes.doubled_pause import doubled_pause_s
-from evenkeel.actors.processes.event_level import EventLevel, Notify
+from evenkeel.actors.processes.pacing import doubled_pause_s
 from evenkeel.actors.processes.part_heartbeat import TakeReport, raise_when_silent
 from evenkeel.actors.processes.supervision import argument_gone, call_with_retries, first_error, kill, no_room, unless_failed, wait_for
 from evenkeel.actors.ranks.learner_group import LearnerGroup

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from evenkeel.actors.processes import interrupts
+from evenkeel.actors.processes import signals
 from evenkeel.actors.processes.supervision import abandon
 
 T = TypeVar("T")
@@ -42,14 +42,14 @@ class ShutdownSignals:
     def done(self, code: int) -> None:
         """From now on a signal ends nothing but the end itself. Args: code: the run's exit code, which no signal changes any more."""
         self.is_done = True
-        interrupts.all_is_done(code)
+        signals.all_is_done(code)
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
         """Handle signals in this context. One that ends the run at once cancels the task that has entered it."""
         main = asyncio.current_task()
         assert main is not None
-        with interrupts.handled_in(asyncio.get_running_loop(), lambda number: self._take(number, main)):
+        with signals.handled_in(asyncio.get_running_loop(), lambda number: self._take(number, main)):
             yield
 
     async def unless_interrupted(self, evaluation: Coroutine[Any, Any, T]) -> T | None:
@@ -62,7 +62,7 @@ class ShutdownSignals:
             abandon(task)
 
     def _take(self, number: int, main: asyncio.Task[Any]) -> None:
-        is_first, name = self.by is None, interrupts.NAMES[number]
+        is_first, name = self.by is None, signals.NAMES[number]
         self.by = number
         self.is_asked.set()
         on_disk = f"a resume goes on from step {self._saved_step()}" if self._saved_step() else "there is no checkpoint yet"

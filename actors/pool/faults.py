@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from evenkeel.actors.processes.doubled_pause import doubled_pause_s
-from evenkeel.actors.processes.event_level import Notify
+from evenkeel.actors.carriers import Notify
+from evenkeel.actors.processes.pacing import doubled_pause_s
 from evenkeel.actors.settings.deadlines import REPLACEMENT_PAUSE_S
 from evenkeel.correction.errors import EngineError, RequestError, counted
 from evenkeel.rollout.config import FunctionReward, RewardConfig

@@ -40,8 +40,7 @@ from evenkeel.actors.pool.pool_tasks import PoolTasks
 from evenkeel.actors.pool.rollout_worker import GroupOutcome
 from evenkeel.actors.pool.scaling import ScalingRule, StepLoad, first_workers, limits_of, unreached_limit, workers_wait
 from evenkeel.actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
-from evenkeel.actors.processes.call_throttle import CallThrottle
-from evenkeel.actors.processes.stopwatch import Phase
+from evenkeel.actors.processes.pacing import CallThrottle, Phase
 from evenkeel.actors.processes.supervision import AGAIN_S, call_until_answered, call_with_retries, kill, unless_failed, unwrapped, wait_for
 from evenkeel.actors.settings.deadlines import ANSWER_S, group_s
 from evenkeel.actors.settings.evaluation_places import evaluation_answers_at_once, questions_of_a_call

@@ -22,15 +22,13 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-from evenkeel.actors.carriers import ActorInfo, Ticket, WaitNotice, WorkerSettings
+from evenkeel.actors.carriers import ActorInfo, EventLevel, Ticket, WaitNotice, WorkerSettings
 from evenkeel.actors.cluster.cluster import lower_priority
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.pool.rollout_worker import RolloutWorker
 from evenkeel.actors.pool.scaling import ScalingDecision
-from evenkeel.actors.processes.call_throttle import CallThrottle
-from evenkeel.actors.processes.event_level import EventLevel
-from evenkeel.actors.processes.silence import until_silent
-from evenkeel.actors.processes.supervision import USUAL_START, call_with_retries, kill, unwrapped, wait_for
+from evenkeel.actors.processes.pacing import CallThrottle
+from evenkeel.actors.processes.supervision import USUAL_START, call_with_retries, kill, until_silent, unwrapped, wait_for
 from evenkeel.actors.weights.weight_sync import SyncTarget
 from evenkeel.correction.errors import EvenkeelError
 from evenkeel.rollout.engine.heartbeat import MISSES

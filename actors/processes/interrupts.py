@@ -36,12 +36,6 @@ SIGHUPs: when a terminal is lost, its shell sends one to its jobs, and the kerne
 # If SIGHUP is ignored at the start (nohup), so that the process outlives its terminal, it stays ignored.
 _HANGUP = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
-NO_CLUSTER = 69
-"""Exit code of an attempt of `evenkeel train --retries` that found no Ray cluster, or lost it; EX_UNAVAILABLE of sysexits.h."""
-is_attempt = False
-"""True in a process that is such an attempt (evenkeel/attempt.py)."""
-has_trained = False
-"""True once a run of this process is in training; what ends it before comes of its start."""
 _AGAIN_S = 0.05
 """Seconds after which a swallowed exception is raised again: the hook or finalizer that swallowed it has ended by then."""
 _WAKE_S = 0.2
@@ -305,7 +299,7 @@ def end_all(why: str, code: int, *, last: Callable[[], object] | None = None) ->
         code: exit code.
         last: called after that, in a thread, for at most two seconds: it may hang, or fail.
     """
-    from evenkeel.actors.processes.descendants import adopted_orphans, end_new
+    from evenkeel.actors.processes.children import adopted_orphans, end_new
 
     _ENDS.acquire()  # never released: if two threads end this process, only the first says why
     with contextlib.suppress(OSError):

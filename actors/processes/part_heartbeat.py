@@ -16,10 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from evenkeel.actors.carriers import PartReport, WaitNotice
-from evenkeel.actors.processes.event_level import EventLevel
-from evenkeel.actors.processes.silence import until_silent
-from evenkeel.actors.processes.supervision import first_error, kill
+from evenkeel.actors.carriers import EventLevel, PartReport, WaitNotice
+from evenkeel.actors.processes.supervision import first_error, kill, until_silent
 from evenkeel.correction.errors import ActorLost, EvenkeelError
 
 CONCURRENCY_GROUPS = {"heartbeat": 1}

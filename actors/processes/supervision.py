@@ -12,6 +12,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,6 @@ import ray
 import ray.exceptions
 
 from evenkeel.actors.carriers import WaitNotice
-from evenkeel.actors.processes.long_wait import LongWait
 from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EvenkeelError, one_line
 
 log = logging.getLogger("evenkeel")
@@ -28,6 +28,20 @@ T = TypeVar("T")
 U = TypeVar("U")
 USUAL_START = 1 / 3
 """Share of the start deadline. If the start of an engine or a rank takes longer, its notices become warnings."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongWait:
+    """A wait so long that the stacks of all processes are wanted."""
+
+    what: str
+    """As in a WaitNotice."""
+    has_deadline: bool = True
+    """Half of its deadline has passed; False: it has none."""
+
+    def __str__(self) -> str:
+        return f"half of the time for {self.what} is over" if self.has_deadline else f"a long wait for {self.what} (no deadline)"
+
 
 HALF_OVER: ContextVar[Callable[[LongWait], None] | None] = ContextVar("half_over", default=None)
 """Called, in tasks of this context, with each long wait that has used half of its deadline. One that has none is long after _ENDLESS_S, or
@@ -160,6 +174,58 @@ async def call_until_answered(
         except DeadlineExceeded:
             waited_s += deadline_s
             late(f"{what}: late, no answer in {waited_s:.0f} s; it is asked again")
+
+
+_UNREACHED_S = 1.0
+"""Seconds until a process that can't be reached is called again."""
+
+
+async def until_silent(
+    call: Callable[[], Awaitable[T]],
+    what: str,
+    *,
+    limit_s: float,
+    misses: int,
+    on_answer: Callable[[T], float],
+    pause: Callable[[], Awaitable[None]],
+    half_over: Callable[[], object] = lambda: None,
+) -> None:
+    """Returns when a process has given no sign for `limit_s` seconds: no answer to `misses` calls in a row, each waited for as long as the
+    others. Calls are counted, not time: this process may have stood still itself. At half of the limit stacks are collected (HALF_OVER).
+
+    Args:
+        call: asks for a sign. Where the process can't be reached, which Ray says at once, it is made again: a moment later there may be a
+            network again.
+        what: the wait's name.
+        on_answer: takes an answer. Returns: seconds of limit_s for which what the process looks after has been silent itself.
+        pause: waits after an answer, until the process is to be called again.
+        half_over: called when half of the limit is over.
+    Raises: as wait_for, but for the deadline: what the process raises, or ActorLost.
+    """
+    missed, is_reported = 0, False
+    while missed < misses:
+        try:
+            answer = await wait_for(_reached(call), what, deadline_s=limit_s / misses, notice_s=limit_s)
+        except DeadlineExceeded:
+            missed += 1
+            silent_s = missed * limit_s / misses
+        else:
+            missed, silent_s = 0, on_answer(answer)
+        if silent_s >= limit_s / 2 and not is_reported:
+            half_over()
+            if (collect := HALF_OVER.get()) is not None:
+                collect(LongWait(what))
+        is_reported = silent_s >= limit_s / 2
+        if not missed:
+            await pause()
+
+
+async def _reached(call: Callable[[], Awaitable[T]]) -> T:
+    while True:
+        try:
+            return await call()
+        except ray.exceptions.ActorUnavailableError:
+            await asyncio.sleep(_UNREACHED_S)
 
 
 async def lost_if_late(work: Coroutine[Any, Any, T]) -> T:

@@ -1,4 +1,4 @@
-"""Waiting for work on the run folder's disk in a run's event loop. disk_at_start.py has the same for where there is none."""
+"""Waiting for work on the run folder's disk in a run's event loop. disk.py has the same for where there is none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from evenkeel.actors.carriers import WaitNotice
 from evenkeel.actors.config import DeadlinesConfig
-from evenkeel.actors.processes.disk_at_start import ON_DISK, DiskLate
+from evenkeel.actors.processes.disk import ON_DISK, DiskLate
 from evenkeel.actors.processes.supervision import wait_for
 
 T = TypeVar("T")

@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING
 
 from ray.exceptions import RayError
 
-from evenkeel.actors.carriers import ActorInfo, DiscardedGroup, Observation, PreparedBatch, ScatterSample, Ticket, WaitNotice
+from evenkeel.actors.carriers import ActorInfo, DiscardedGroup, EventLevel, Observation, PreparedBatch, ScatterSample, Ticket, WaitNotice
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.catalogue import CATALOGUE
 from evenkeel.actors.metrics.exporter import DriverEndpoint
 from evenkeel.actors.metrics.held_out import Evaluation, cut_remark
 from evenkeel.actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
 from evenkeel.actors.pool.scaling import ScalingDecision
-from evenkeel.actors.processes.event_level import EventLevel
-from evenkeel.actors.processes.loop_clock import LoopClock
+from evenkeel.actors.processes.pacing import LoopClock
 from evenkeel.actors.processes.supervision import abandon, unless_set, wait_for
 from evenkeel.actors.record.disk_waits import wait_for_disk
 from evenkeel.actors.record.disk_writer import DiskWriter

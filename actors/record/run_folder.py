@@ -49,10 +49,9 @@ import filelock
 import yaml
 from pydantic import BaseModel
 
-from evenkeel.actors.carriers import WaitNotice
+from evenkeel.actors.carriers import EventLevel, WaitNotice
 from evenkeel.actors.json_lines import JsonLines, append_whole, step_of
 from evenkeel.actors.metrics.step_metrics import StepMetrics
-from evenkeel.actors.processes.event_level import EventLevel
 from evenkeel.actors.processes.output import put
 from evenkeel.actors.record.skipped_batches import KEPT, SkippedBatch
 from evenkeel.correction.early_warning.monitor import Event, State

@@ -14,10 +14,9 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from evenkeel.actors.processes.doubled_pause import doubled_pause_s
-from evenkeel.actors.processes.event_level import Notify
-from evenkeel.actors.processes.long_wait import LongWait
-from evenkeel.actors.processes.supervision import wait_for
+from evenkeel.actors.carriers import Notify
+from evenkeel.actors.processes.pacing import doubled_pause_s
+from evenkeel.actors.processes.supervision import LongWait, wait_for
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.stack_summary import FOLDER, collections
 from evenkeel.correction.errors import EvenkeelError

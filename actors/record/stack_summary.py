@@ -18,6 +18,11 @@ def collections(run_dir: Path) -> list[Path]:
     return [path for path in (run_dir / FOLDER).glob("*.txt") if path.stem.isdecimal()]  # int reads no "²"
 
 
+def next_number(run_dir: Path) -> int:
+    """Number of the next collection."""
+    return 1 + max((int(path.stem) for path in collections(run_dir)), default=0)
+
+
 def newest_stack_summary(run_dir: Path) -> tuple[str, ...]:
     """Lines of the last collection: what was waited for, then a line for each process. Empty: there is none."""
     path = max(collections(run_dir), key=lambda found: int(found.stem), default=None)

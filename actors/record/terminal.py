@@ -22,10 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from evenkeel.actors.carriers import EventLevel
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.catalogue import CATALOGUE, SKIPPED
 from evenkeel.actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
-from evenkeel.actors.processes.event_level import EventLevel
 from evenkeel.actors.processes.output import UnfailingStream
 from evenkeel.actors.record.run_folder import LEVEL_OF_STATE, RunFolder
 from evenkeel.correction.early_warning.monitor import ReferenceLevel, State, usual_level

@@ -21,7 +21,7 @@ from torch import Tensor
 from evenkeel.actors.carriers import Example, Observation, PackedGroups, PreparedBatch, ScatterSample, StoredGroup
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.groups import tokens as payloads
-from evenkeel.actors.processes.loop_clock import LoopClock
+from evenkeel.actors.processes.pacing import LoopClock
 from evenkeel.actors.processes.part_heartbeat import HeartbeatActor
 from evenkeel.actors.processes.supervision import has_failed, lost_if_late, wait_for
 from evenkeel.actors.service.gap_split import stale_sample, to_numbers

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from evenkeel.actors.carriers import EventLevel
 from evenkeel.actors.config import OnDifference
-from evenkeel.actors.processes.event_level import EventLevel
 from evenkeel.correction.errors import ActorLost, EngineError
 
 if TYPE_CHECKING:  # read by commands that answer at once: without torch

@@ -40,7 +40,7 @@ import ray.exceptions
 
 from evenkeel.actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
 from evenkeel.actors.config import SYNC_ATTEMPTS, WeightSyncConfig
-from evenkeel.actors.processes.call_throttle import CallThrottle
+from evenkeel.actors.processes.pacing import CallThrottle
 from evenkeel.actors.processes.supervision import abandon, call_with_retries, wait_for
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.settings.deadlines import newer_weights_s

@@ -25,8 +25,7 @@ import psutil
 
 from evenkeel.actors.cluster.hub import config_folder, obstacle_here
 from evenkeel.actors.config import RunConfig
-from evenkeel.actors.processes.daemon_threads import DaemonThreads
-from evenkeel.actors.processes.disk_at_start import by_disk_at_start
+from evenkeel.actors.processes.disk import DaemonThreads, by_disk_at_start
 from evenkeel.actors.settings.devices import visible_gpus
 from evenkeel.correction.errors import one_line
 from evenkeel.doctor.facts import COMPILERS, GpuFact, NodeFacts, Nodes, PaperFacts

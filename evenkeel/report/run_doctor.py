@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from evenkeel.actors.carriers import EventLevel
 from evenkeel.actors.checkpoints.reader import Reading, read_at_start, verify_whole
 from evenkeel.actors.checkpoints.state import OtherVersionError
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.groups.ledger import TRAINED
 from evenkeel.actors.json_lines import JsonLines, step_of
 from evenkeel.actors.metrics.step_metrics import StepMetrics, shown
-from evenkeel.actors.processes.disk_at_start import by_disk_at_start
-from evenkeel.actors.processes.event_level import EventLevel
+from evenkeel.actors.processes.disk import by_disk_at_start
 from evenkeel.actors.record.config_that_ran import recipe_given
 from evenkeel.actors.record.run_folder import EventKind, RunEvent, RunFolder
 from evenkeel.actors.record.stack_summary import newest_stack_summary

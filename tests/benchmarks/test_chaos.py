@@ -210,7 +210,7 @@ def test_growth_is_found_where_troughs_are_chance(an_hour: float, is_growth: boo
 def test_a_table_without_a_part_of_the_run_shows_nothing() -> None:
     flat = [Look(10.0 * i, 200.0 + (-1) ** i, 5.0, 30, 12) for i in range(90)]
     actors = ("RolloutWorker", "CorrectionService", "LearnerRankActor")
-    grown = [Grown.of(name, flat) for name in (*actors, "sglang::scheduler", "evenkeel.attempt")]
+    grown = [Grown.of(name, flat) for name in (*actors, "sglang::scheduler", "evenkeel.cli")]
     assert conclusions(grown, Slope(0.0, 1.0), 60.0) == []
     assert conclusions(grown[:2] + grown[3:], Slope(0.0, 1.0), 60.0) == ["learner rank: it was not looked at often enough"]
     assert len(conclusions([], None, 60.0)) == 6

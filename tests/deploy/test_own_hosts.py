@@ -139,7 +139,7 @@ def _has_saved_beyond(story: Story) -> bool:
 
 def _that_trains(cluster: OwnCluster) -> int:
     """The job's process that `--retries` looks after, on the head."""
-    (child,) = (one.pid for one in cluster.hosts.processes()[ADDRESSES[0]] if "evenkeel.attempt" in command_of(one))
+    (child,) = (one.pid for one in cluster.hosts.processes()[ADDRESSES[0]] if "evenkeel.cli" in command_of(one))
     return child
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from evenkeel.actors.processes import disk_at_start
+from evenkeel.actors.processes import disk
 
 
 def notice_first(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Time stands still until the wait for `what` has had its first notice, which comes after a tenth of a second."""
-    told, began, wait_notice = list[str](), time.monotonic(), disk_at_start.WaitNotice
+    told, began, wait_notice = list[str](), time.monotonic(), disk.WaitNotice
 
     def noted(named: str, *rest: Any) -> Any:
         told.append(named)
@@ -22,6 +22,6 @@ def notice_first(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     def now() -> float:
         return time.monotonic() if any(named.startswith(what) for named in told) else began
 
-    monkeypatch.setattr(disk_at_start, "WaitNotice", noted)
-    monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.1)
-    monkeypatch.setattr(disk_at_start, "time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr(disk, "WaitNotice", noted)
+    monkeypatch.setattr(disk, "_NOTICE_S", 0.1)
+    monkeypatch.setattr(disk, "time", SimpleNamespace(monotonic=now))

@@ -22,8 +22,8 @@ from evenkeel import training as train
 from evenkeel.actors.checkpoints.reader import Reading, newest_readable
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.step_metrics import StepMetrics
-from evenkeel.actors.processes import disk_at_start
-from evenkeel.actors.processes.disk_at_start import DiskLate
+from evenkeel.actors.processes import disk
+from evenkeel.actors.processes.disk import DiskLate
 from evenkeel.actors.record.config_that_ran import config_that_ran
 from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
 from evenkeel.actors.settings.resolve import with_devices
@@ -47,7 +47,7 @@ AGAIN = r"When that disk answers again, do the same once more\. The deadline fol
 
 @pytest.fixture(autouse=True)
 def without_time_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_at_start, "_COMPUTES_S", 0.0)
+    monkeypatch.setattr(disk, "_COMPUTES_S", 0.0)
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def hanging(path: Path) -> Iterator[None]:
 def assert_ends_in_a_sentence(work: Callable[[], object], what: str) -> None:
     with pytest.raises(DeadlineExceeded, match=rf"^{what}: not done in \d+ s( \(.*\))?\. {AGAIN}$") as caught:
         work()
-    assert disk_at_start.is_disk_late(caught.value)
+    assert disk.is_disk_late(caught.value)
 
 
 def test_a_disk_that_hangs_is_told_and_ends_the_resume_in_a_sentence(
@@ -89,7 +89,7 @@ def test_a_disk_that_hangs_is_told_and_ends_the_resume_in_a_sentence(
         raise OSError
 
     monkeypatch.setattr(file_sums, "sum_of", sum_of)
-    monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.2)
+    monkeypatch.setattr(disk, "_NOTICE_S", 0.2)
     what = "files of the newest checkpoint -> the run folder's disk"
     folder.write_config(hasty(config_that_ran(folder), 0.3))
     try:
@@ -189,7 +189,7 @@ def test_a_checkpoint_has_the_time_of_its_bytes() -> None:
 
 def test_a_disk_that_hangs_ends_the_command_lines_look_at_the_settings(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is imported, and with `--retries` in the process that starts the others."""
-    monkeypatch.setattr(disk_at_start, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))
+    monkeypatch.setattr(disk, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))
     with hanging(folder.recipe_path):
         assert_ends_in_a_sentence(lambda: run_dir_of(None, [], folder.path), "the run's settings -> the run folder's disk")
 
@@ -206,7 +206,7 @@ def test_questions_and_a_recipe_that_hang_are_told_and_have_an_end(tmp_path: Pat
     assert questions(task, 0.3).name
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: none\n")
-    monkeypatch.setattr(disk_at_start, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))
+    monkeypatch.setattr(disk, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))
     notice_first(monkeypatch, "the recipe")
     with hanging(recipe), pytest.raises(DiskLate, match=re.escape(f"the recipe {recipe} -> its disk: not done in 0 s")):
         run_dir_of(recipe, (), None)

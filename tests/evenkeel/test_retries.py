@@ -19,8 +19,6 @@ import psutil
 import pytest
 
 from evenkeel import retries
-from evenkeel.actors.processes.interrupts import NO_CLUSTER
-from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.stack_summary import newest_stack_summary
 from tests.actors.processes.test_output import Disk, stream_on
 from tests.e2e.launch import ROOT, environment
@@ -66,36 +64,19 @@ def tried(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, *, is_aske
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [
-        ([(0, 9)], (0, 1)),
-        ([(KILLED, 3), (1, 5), (-signal.SIGSEGV, 6), (0, 9)], (0, 4)),
-        ([(KILLED, None), (KILLED, 0), (0, 9)], (0, 3)),  # before there was a folder, and then before there was a step
-        ([(HUNG, 3), (HUNG, 5), (0, 9)], (0, 3)),
-        ([(HUNG, 3), (HUNG, None)], (137, 2)),  # no step more
-        ([(KILLED, 0), (retries.NOT_AGAIN, None)], (1, 2)),  # it has made no step with them
-        ([(retries.NOT_AGAIN, 0)], (1, 1)),
-        ([(KILLED, 3), (retries.NOT_AGAIN, None), (retries.NOT_AGAIN, None), (0, 9)], (0, 4)),  # a judge, a disk, a node is away
-        ([(KILLED, 3), *[(retries.NOT_AGAIN, None)] * 3], (1, 4)),
-        ([(retries.NOT_AGAIN, 3), (0, 9)], (0, 2)),  # in the middle of training
-        ([(KILLED, 3), (retries.AWAY, None), (retries.AWAY, None), (0, 9)], (0, 4)),  # its data or its model, at a resume
-        ([(KILLED, 3), *[(retries.AWAY, None)] * 3], (1, 4)),
-        ([(retries.AWAY, None)], (1, 1)),  # as any error in what the run was given
-        ([(KILLED, 0), (retries.AWAY, None)], (1, 2)),  # it has made no step with them
-        ([(1, None)], (1, 1)),  # an error before there was a folder: in what the run was given
-        ([(1, 3), (1, None)], (1, 2)),  # no step more
-        ([(1, 3), (NO_CLUSTER, None), (NO_CLUSTER, None), (0, 9)], (0, 4)),  # a head may be started again
-        ([(NO_CLUSTER, 3), (NO_CLUSTER, 3), (NO_CLUSTER, 3), (0, 9)], (0, 4)),  # lost, each time before the next step
-        ([(NO_CLUSTER, None)], (1, 1)),  # at the first start it is the address that is wrong
-        ([(3, 4)], (3, 1)),
-        ([(143, 4)], (143, 1)),
-        ([(-signal.SIGTERM, 4)], (143, 1)),
-        ([(KILLED, 1), (KILLED, 2), (KILLED, 3), (KILLED, 4)], (137, 4)),
-    ],
-    ids=[
-        *("done", "progress", "early", "hung", "hung again"),
-        *("settings", "settings at once", "something away", "away for good", "away later"),
-        *("data away", "data away for good", "no data", "no data after a kill"),
-        *("input", "no progress", "head away", "head lost", "no head"),
-        *("alarm", "SIGTERM", "SIGTERM, early", "used up"),
+        pytest.param([(0, 9)], (0, 1), id="done"),
+        pytest.param([(KILLED, 3), (1, 5), (-signal.SIGSEGV, 6), (0, 9)], (0, 4), id="killed, an error, crashed"),
+        pytest.param([(KILLED, None), (KILLED, 0), (0, 9)], (0, 3), id="before there was a folder, and before a step"),
+        pytest.param([(HUNG, 3), (HUNG, None), (0, 9)], (0, 3), id="hung"),
+        pytest.param([(1, None)], (1, 1), id="what it was given is wrong"),
+        pytest.param([(1, 0)], (1, 1), id="wrong, seen when there was a folder"),
+        pytest.param([(KILLED, 0), (1, None)], (1, 2), id="no step was made with it"),
+        pytest.param([(KILLED, 3), (1, None), (1, None), (0, 9)], (0, 4), id="a judge, a disk, its data, a node, the head is away"),
+        pytest.param([(1, 3), (1, None), (1, None), (1, None)], (1, 4), id="away for good"),
+        pytest.param([(3, 4)], (3, 1), id="alarm"),
+        pytest.param([(143, 4)], (143, 1), id="SIGTERM"),
+        pytest.param([(-signal.SIGTERM, 4)], (143, 1), id="SIGTERM, early"),
+        pytest.param([(KILLED, 1), (KILLED, 2), (KILLED, 3), (KILLED, 4)], (137, 4), id="used up"),
     ],
 )
 def test_what_is_tried_again(monkeypatch: pytest.MonkeyPatch, run_dir: Path, ends: Ends, expected: tuple[int, int]) -> None:
@@ -110,22 +91,22 @@ def test_steps_of_an_earlier_run_are_no_sign_that_the_settings_are_right(
     run_dir.mkdir()
     (run_dir / "config.yaml").touch()
     (run_dir / "ledger.jsonl").write_text(json.dumps({"step": 5}) + "\n")
-    attempts = Attempts(run_dir, [(retries.NOT_AGAIN, None), (0, 9)])
+    attempts = Attempts(run_dir, [(1, None), (0, 9)])
     monkeypatch.setattr(retries, "_attempt", attempts)
     assert retries.run_with_retries(recipe, ["steps=9"], run_dir, retries=3) == 1 and len(attempts.arguments) == 1
 
 
-def test_what_is_away_is_tried_again_after_longer_and_longer_pauses(
+def test_retries_come_after_longer_and_longer_pauses(
     monkeypatch: pytest.MonkeyPatch, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(retries, "_PAUSE_S", 1.0)
     monkeypatch.setattr(retries.time, "sleep", pauses.append)
-    monkeypatch.setattr(retries, "_attempt", Attempts(run_dir, [(KILLED, 3), *[(retries.NOT_AGAIN, None)] * 8]))
+    monkeypatch.setattr(retries, "_attempt", Attempts(run_dir, [(KILLED, 3), *[(1, None)] * 8]))
     assert retries.run_with_retries(Path("recipe.yaml"), ["steps=9"], run_dir, retries=8) == 1
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-    said = "evenkeel: the run's process was refused what its settings ask for, though it has trained with them, after step 3"
-    assert f"{said}; it goes on from its beginning (it has no checkpoint) in 2 s (retry 2 of 8)\n" in capsys.readouterr().err
+    said = "evenkeel: the run's process ended with exit code 1 after step 3"
+    assert f"{said}; it goes on from its newest checkpoint in 2 s (retry 2 of 8)\n" in capsys.readouterr().err
     assert f"{said.removeprefix('evenkeel: ')}, and --retries 8 have been used up" in (run_dir / "events.log").read_text()
 
 
@@ -145,17 +126,16 @@ def test_one_that_hangs_when_its_end_is_asked_for_is_told(
 def test_each_retry_is_a_line_and_an_event(monkeypatch: pytest.MonkeyPatch, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     attempts = Attempts(run_dir, [(KILLED, None), (KILLED, 2), (1, 4), (1, 4)])
     monkeypatch.setattr(retries, "_attempt", attempts)
-    assert retries.run_with_retries(Path("recipe.yaml"), ["steps=9"], run_dir, retries=5) == 1
+    assert retries.run_with_retries(Path("recipe.yaml"), ["steps=9"], run_dir, retries=3) == 1
     anew, resume = ["recipe.yaml", "steps=9", f"run_dir={run_dir}"], ["--resume", str(run_dir), "steps=9"]
     assert attempts.arguments == [anew, anew, resume, resume]
     said = [line for line in capsys.readouterr().err.splitlines() if line]
-    beginning = "it goes on from its beginning (it has no checkpoint) in 0 s"
+    goes_on = "it goes on from its newest checkpoint in 0 s"
     assert said == [
-        f"evenkeel: the run's process was killed by SIGKILL after step 0; {beginning} (retry 1 of 5)",
-        f"evenkeel: the run's process was killed by SIGKILL after step 2; {beginning} (retry 2 of 5)",
-        f"evenkeel: the run's process ended with exit code 1 after step 4; {beginning} (retry 3 of 5)",
-        "evenkeel: the run's process ended with exit code 1 after step 4, as far as it had come before this retry: it makes no progress, "
-        "and is not tried again",
+        f"evenkeel: the run's process was killed by SIGKILL after step 0; {goes_on} (retry 1 of 3)",
+        f"evenkeel: the run's process was killed by SIGKILL after step 2; {goes_on} (retry 2 of 3)",
+        f"evenkeel: the run's process ended with exit code 1 after step 4; {goes_on} (retry 3 of 3)",
+        "evenkeel: the run's process ended with exit code 1 after step 4, and --retries 3 have been used up",
     ]
     events = (run_dir / "events.log").read_text().splitlines()
     told = [line.removeprefix("evenkeel: ") for line in said]
@@ -171,7 +151,7 @@ def test_a_disk_that_tells_the_parent_nothing_ends_nothing(
     there is the same."""
     is_back = threading.Event()
 
-    def checkpoints(_: RunFolder) -> Any:
+    def look(_: Path) -> Any:
         if how == "hangs":
             is_back.wait(60.0)
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -181,15 +161,14 @@ def test_a_disk_that_tells_the_parent_nothing_ends_nothing(
 
     if how == "has no thread":
         monkeypatch.setattr(retries.DaemonThreads, "submit", no_thread)
-    monkeypatch.setattr(RunFolder, "checkpoints", checkpoints)
+    monkeypatch.setattr(retries, "last_step", look)
     monkeypatch.setattr(retries, "_LOOK_S", 0.1 if how == "hangs" else 60.0)
     before = set(threading.enumerate())
     assert tried(monkeypatch, run_dir, [(1, 3), (1, None), (1, None), (1, None)]) == (1, 4)
     left = set(threading.enumerate()) - before
     assert all(thread.daemon for thread in left) and (len(left) >= 4 or how != "hangs")
     is_back.set()
-    why = {"hangs": "no answer", "refuses": "[Errno 116] Stale file handle"}.get(how, "can't start new thread")
-    said = f"ended with exit code 1 after a step that its disk doesn't tell ({why})"
+    said = "ended with exit code 1 after a step that its disk does not tell"
     told = capsys.readouterr().err
     assert told.count(f"{said}; it goes on from its newest checkpoint in ") == 3 and f"{said}, and --retries 3 have been used up" in told
 
@@ -217,12 +196,12 @@ def test_a_parent_that_can_not_print_goes_on(monkeypatch: pytest.MonkeyPatch, ru
 PARENT = """
 import sys
 from pathlib import Path
-from evenkeel.actors.processes import interrupts
+from evenkeel.actors.processes import signals
 from evenkeel import retries
 assert not {"ray", "torch"} & sys.modules.keys(), "a small parent, in which little could die"
 retries._COMMAND = (sys.executable, "-c", sys.argv[1])
 retries._PAUSE_S = 0.0
-with interrupts.guarded(grace_s=0.5):
+with signals.guarded(grace_s=0.5):
     sys.exit(retries.run_with_retries(Path("recipe.yaml"), [], Path(sys.argv[2]), retries=1))
 """
 COUNTS_SIGNALS = """
@@ -250,17 +229,17 @@ LIMIT_S = 8.0
 BEATS = """
 import asyncio, os, subprocess, sys, time
 from pathlib import Path
-from evenkeel.actors.processes import driver_heartbeat
+from evenkeel.actors.processes import children
 from evenkeel.rollout.stacks import register_stack_dump
 if "--resume" in sys.argv:
     print("goes on", flush=True)
     sys.exit(0)
 Path(sys.argv[-1].removeprefix("run_dir=")).joinpath("config.yaml").touch()
-driver_heartbeat.inherit()
+children.inherit()
 register_stack_dump()
 left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 async def train():
-    with driver_heartbeat.beating(%s):
+    with children.beating(%s):
         await asyncio.sleep(0.1)
         print(os.getpid(), left.pid, flush=True)
         %s
@@ -344,20 +323,19 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hung]:
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_CHILD_SUBREAPER is Linux's")
 @pytest.mark.parametrize("how", ["stopped", "blocked"])
 def test_a_child_that_hangs_is_killed_and_resumed(hung: dict[str, Hung], how: str) -> None:
-    """With all that it has started. Half of the time before, its stacks are written down."""
+    """With all that it has started. Before that its stacks are written down."""
     one = hung[how]
     said, _ = one.process.communicate(timeout=60.0)
     assert said.splitlines() == [
-        f"evenkeel: the run's process has given no sign of life for 4 s, and is killed after 8; where it stands is in "
-        f"{one.run_dir}/stacks/01.txt",
-        "evenkeel: the run's process hung, without a sign of life for 8 s, and was killed after step 0; it goes on from its beginning "
-        "(it has no checkpoint) in 0 s (retry 1 of 1)",
+        f"evenkeel: the run's process has given no sign of life for 8 s, and is killed; where it stands is in {one.run_dir}/stacks/01.txt",
+        "evenkeel: the run's process hung, without a sign of life for 8 s, and was killed after step 0; it goes on from its newest "
+        "checkpoint in 0 s (retry 1 of 1)",
         "goes on",
     ]
     assert one.process.returncode == 0 and not any(psutil.pid_exists(pid) for pid in one.pids)
     assert len((one.run_dir / "events.log").read_text().splitlines()) == 2
     what, stands = newest_stack_summary(one.run_dir)
-    assert what.endswith("(half of the time for a sign of life of the run's process is over):")
+    assert what.endswith("(the run's process has given no sign of life for 8 s):")
     where = "<string>:17 train < " if how == "blocked" else "says nothing; state T"
     assert stands.startswith(f"evenkeel train (process {one.pids[0]}): {where}")
 
@@ -378,8 +356,8 @@ def test_time_in_which_the_parent_is_stopped_too_is_no_silence(hung: dict[str, H
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_child_ends_in_order_when_its_parent_is_killed(tmp_path: Path) -> None:
     """By the signal after which a run ends with a checkpoint. The kernel may send it again while the parent's threads end one after the
-    other; a run takes those for one (interrupts.SAME_S)."""
-    script = f"from evenkeel import attempt, cli\ncli.main = lambda: exec({COUNTS_SIGNALS!r}, {{}})\nattempt.main()"
+    other; a run takes those for one (signals.SAME_S)."""
+    script = f"from evenkeel.actors.processes import children\nchildren.inherit()\nexec({COUNTS_SIGNALS!r}, {{}})"
     process = parent(script, tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.kill()

@@ -17,8 +17,8 @@ import pytest
 from evenkeel import training as train
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.driver.controller import RunSummary
-from evenkeel.actors.processes import disk_at_start, interrupts
-from evenkeel.actors.processes.disk_at_start import DiskLate
+from evenkeel.actors.processes import disk, signals
+from evenkeel.actors.processes.disk import DiskLate
 from evenkeel.correction.errors import DataError
 from tests.evenkeel.disk_clock import notice_first
 
@@ -26,7 +26,7 @@ from tests.evenkeel.disk_clock import notice_first
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize(
     ("error", "within_s", "reports", "ends_in"),
-    [(interrupts.Interrupted(signal.SIGTERM), 2.0, 0, (60.0, 143)), (DataError("a row"), 30.0, 1, (600.0, 1))],
+    [(signals.Interrupted(signal.SIGTERM), 2.0, 0, (60.0, 143)), (DataError("a row"), 30.0, 1, (600.0, 1))],
     ids=["SIGTERM", "its own error"],
 )
 def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
@@ -37,7 +37,7 @@ def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
     What hangs then has a minute, or ten, until the process ends with the code that it would have had.
     """
     closed, reported, left = list[float](), list[object](), list[tuple[float, int]]()
-    monkeypatch.setattr(interrupts, "end_within", lambda seconds, code, hangs: left.append((seconds, code)))
+    monkeypatch.setattr(signals, "end_within", lambda seconds, code, hangs: left.append((seconds, code)))
 
     def ends(text: str) -> None:
         raise error
@@ -95,7 +95,7 @@ def test_a_run_whose_last_lines_could_not_be_written_has_not_done_all(monkeypatc
     nothing: Any = lambda *_, **__: None  # noqa: E731
 
     def ends(text: str) -> None:
-        interrupts.all_is_done(0)
+        signals.all_is_done(0)
         raise DiskLate("lines of the last steps -> the run folder's disk: not done in 1800 s")
 
     config = SimpleNamespace(steps=3, name="x", model="m", deadlines=DeadlinesConfig(), batch_arithmetic=lambda: "4 groups")
@@ -105,17 +105,17 @@ def test_a_run_whose_last_lines_could_not_be_written_has_not_done_all(monkeypatc
     monkeypatch.setattr(train, "Recorder", lambda *_: observer)
     monkeypatch.setattr(train, "StackCollector", nothing)
     monkeypatch.setattr(train, "Controller", nothing)
-    with interrupts.guarded():
+    with signals.guarded():
         with pytest.raises(DiskLate):
             train._run_in(folder, config, None, [], None)  # type: ignore[arg-type]
-        assert interrupts.code_after(signal.SIGTERM) == 143
+        assert signals.code_after(signal.SIGTERM) == 143
 
 
 def test_who_ends_a_run_at_once_is_told_where_it_is(tmp_path: Path) -> None:
     """Also without a checkpoint, when there is no command that goes on. Of an error the sentence alone is said then."""
     observer: Any = SimpleNamespace(keep_event=lambda *_: None)
     folder: Any = SimpleNamespace(path=tmp_path, checkpoints=list)
-    ended: list[BaseException] = [interrupts.Interrupted(signal.SIGINT), DataError("a row")]
+    ended: list[BaseException] = [signals.Interrupted(signal.SIGINT), DataError("a row")]
     for error in ended:
         train._keep_failure(error, observer, folder, 3)
     assert [getattr(error, "__notes__", []) for error in ended] == [[f"run folder: {tmp_path}, without a checkpoint"], []]
@@ -195,11 +195,11 @@ def test_a_signal_after_all_is_saved_keeps_the_exit_code(monkeypatch: pytest.Mon
 
     def at(place: str) -> None:
         if place == where:
-            raise interrupts.Interrupted(number)
+            raise signals.Interrupted(number)
 
     summary, told, text = run_in(monkeypatch, at)
     assert summary.exit_code == 0
-    assert told[-1] == ("info", f"ended by {interrupts.NAMES[number]} after all was saved", "")
+    assert told[-1] == ("info", f"ended by {signals.NAMES[number]} after all was saved", "")
     assert text.startswith("done: 9 steps in 60 s") and "--resume" not in text
 
 
@@ -212,7 +212,7 @@ def test_a_disk_that_hangs_after_all_is_saved_is_told_and_keeps_the_exit_code(mo
             is_back.wait(60.0)
         return []
 
-    monkeypatch.setattr(disk_at_start, "_COMPUTES_S", 0.0)
+    monkeypatch.setattr(disk, "_COMPUTES_S", 0.0)
     notice_first(monkeypatch, where)
     try:
         checkpoints = partial(hangs, "the newest and the best checkpoint")
@@ -228,7 +228,7 @@ def test_a_disk_that_hangs_after_all_is_saved_is_told_and_keeps_the_exit_code(mo
 
 def test_ctrl_c_in_the_last_look_at_a_disk_that_hangs_shows_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     def checkpoints() -> Any:
-        raise interrupts.Interrupted(signal.SIGINT)
+        raise signals.Interrupted(signal.SIGINT)
 
     summary, _, text = run_in(monkeypatch, lambda place: None, checkpoints)
     assert summary.exit_code == 0 and text == "done: 9 steps in 60 s"

@@ -24,7 +24,7 @@ STEPS, GROUPS, HEARTBEAT_S = 6, 4, 12
 
 def child_of(run: Run) -> int:
     """The process that trains; the parent is the one that was started."""
-    (child,) = (p.pid for p in psutil.Process(run.process.pid).children() if "evenkeel.attempt" in " ".join(p.cmdline()))
+    (child,) = (p.pid for p in psutil.Process(run.process.pid).children() if "evenkeel.cli" in " ".join(p.cmdline()))
     return child
 
 
@@ -48,8 +48,7 @@ def test_two_crashes_in_one_run(small_model: Path, tmp_path: Path) -> None:
         events = [event.text for event in folder.read_events()]
         retried = [text for text in events if "retry" in text]
         assert [text[text.index("(retry") :] for text in retried] == ["(retry 1 of 2)", "(retry 2 of 2)"]
-        assert retried[0].startswith("the run's process was killed by SIGKILL after step 0; it goes on from its beginning")
-        assert "it goes on from the checkpoint of step" in retried[1]
+        assert retried[0].startswith("the run's process was killed by SIGKILL after step 0; it goes on from its newest checkpoint")
         assert all(f"evenkeel: {text}" in run.output() for text in retried), "a line each"
         assert run.orphans(30.0) == [], "what a killed child leaves is ended before the next one starts, Ray's agents too"
     finally:
@@ -69,7 +68,7 @@ def test_a_crash_in_the_last_evaluation(small_model: Path, tmp_path: Path) -> No
         assert left_after_training(folder, 2) == ()
         check_books(run, groups_per_step=GROUPS, steps=2)
         texts = [event.text for event in folder.read_events()]
-        assert "step 2; it goes on from the checkpoint of step 2 in 1 s (retry 1 of 1)" in "\n".join(texts)
+        assert "step 2; it goes on from its newest checkpoint in 1 s (retry 1 of 1)" in "\n".join(texts)
         assert sum("evaluating after training" in text for text in texts) == 2
     finally:
         run.close()
@@ -96,7 +95,7 @@ def test_a_driver_that_is_stopped_for_good(small_model: Path, tmp_path: Path) ->
         assert run.wait() == 0, run.output()[-4000:]
         check_books(run, groups_per_step=GROUPS, steps=STEPS)
         texts = [event.text for event in folder.read_events() if "sign of life" in event.text]
-        assert texts[0].startswith("the run's process has given no sign of life for 30 s, and is killed after 60; where it stands is in")
+        assert texts[0].startswith("the run's process has given no sign of life for 60 s, and is killed; where it stands is in")
         assert texts[1].startswith("the run's process hung, without a sign of life for 60 s, and was killed after step ")
         assert len(texts) == 2
         assert "says nothing; state T (stopped)" in newest_stack_summary(run_dir)[1]

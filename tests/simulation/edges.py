@@ -13,14 +13,14 @@ from unittest import mock
 
 import evenkeel.actors.groups.tokens
 import evenkeel.actors.pool.rollout_worker
-import evenkeel.actors.processes.loop_clock
+import evenkeel.actors.processes.pacing
 import evenkeel.actors.service.correction_service
 import evenkeel.learner.hf.folder
 import evenkeel.learner.weights.checkpoint_files
 import evenkeel.learner.weights.file_sums
 from evenkeel.actors.checkpoints import reader as checkpoint_reader
 from evenkeel.actors.driver import recovery as lost_parts
-from evenkeel.actors.processes import interrupts
+from evenkeel.actors.processes import signals
 from evenkeel.actors.record import disk_writer
 from evenkeel.rollout.rewards.rewards import RewardError
 from tests.simulation import parts
@@ -45,9 +45,9 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
             (service, "defer", parts.corrected),
             (service, "diagnose", parts.diagnosed),
             (service, "clipped_tokens", parts.not_clipped),
-            (interrupts, "handled_in", partial(_handled_in, faults)),
+            (signals, "handled_in", partial(_handled_in, faults)),
             (disk_writer, "FileThread", partial(SimulatedFileThread, disk)),
-            (evenkeel.actors.processes.loop_clock.LoopClock, "start", nothing),  # nothing is late; ticks would be half of all events
+            (evenkeel.actors.processes.pacing.LoopClock, "start", nothing),  # nothing is late; ticks would be half of all events
             (lost_parts, "_LOOK_S", 3.0),  # each second, as it is, whether all parts are there would be a third of all calls
             (evenkeel.learner.weights.file_sums, "_side_by_side", map),
             (evenkeel.learner.weights.checkpoint_files, "check_readable", nothing),

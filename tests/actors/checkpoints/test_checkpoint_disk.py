@@ -17,8 +17,7 @@ import pytest
 
 from evenkeel.actors.carriers import WaitNotice
 from evenkeel.actors.checkpoints import writer as checkpoint_writer
-from evenkeel.actors.processes.long_wait import LongWait
-from evenkeel.actors.processes.supervision import HALF_OVER
+from evenkeel.actors.processes.supervision import HALF_OVER, LongWait
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
 from evenkeel.actors.record import run_folder

@@ -25,7 +25,7 @@ from evenkeel.actors.cluster import address, cluster
 from evenkeel.actors.cluster.address import NoClusterError, check_ray
 from evenkeel.actors.cluster.cluster import Cluster, gpus_there
 from evenkeel.actors.config import RunConfig
-from evenkeel.actors.processes import interrupts
+from evenkeel.actors.processes import signals
 from evenkeel.correction.errors import ConfigError, EngineError
 from evenkeel.recipe import load_config
 from lab.ports import free_port
@@ -235,7 +235,7 @@ def test_a_signal_during_the_start_leaves_nothing(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)
     calls = starts(monkeypatch, is_hit)
-    with pytest.raises(interrupts.Interrupted) as caught, interrupts.guarded(), Cluster(config()):
+    with pytest.raises(signals.Interrupted) as caught, signals.guarded(), Cluster(config()):
         pass
     assert caught.value.code == 143 and len(calls) == 1
     assert not psutil.pid_exists(remains[0].pid)

@@ -32,7 +32,6 @@ from evenkeel.actors.cluster.head_watch import (
     ends_with_the_head,
 )
 from evenkeel.actors.config import RayConfig
-from evenkeel.actors.processes.interrupts import NO_CLUSTER
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,9 +49,7 @@ LIMIT_S = 2
 STANDS = f"""
 import socket, time
 from pathlib import Path
-from evenkeel.actors.processes import interrupts
 from evenkeel.actors.cluster.head_watch import ends_with_the_head
-interrupts.is_attempt = IS_ATTEMPT
 def tell(text):
     print(text, flush=True)
     time.sleep(1000)  # a folder on a disk that hangs
@@ -78,9 +75,7 @@ OWN_HANGS = f"""
 import socket, subprocess, threading, time
 from contextlib import suppress
 from pathlib import Path
-from evenkeel.actors.processes import interrupts
 from evenkeel.actors.cluster.head_watch import OwnDaemon, ends_with_own_ray
-interrupts.is_attempt = True
 {inspect.getsource(answer_all)}
 service, listens = (socket.create_server(("127.0.0.1", 0), backlog=100) for _ in range(2))
 threading.Thread(target=answer_all, args=(service,), daemon=True).start()
@@ -92,8 +87,7 @@ with ends_with_own_ray(own, Path("runs/one"), print, lambda *told: print(*told, 
 """
 OF_RAY = {_LIMIT: str(LIMIT_S)}
 SCRIPTS = {
-    "by itself": (STANDS.replace("IS_ATTEMPT", "False"), OF_RAY),
-    "under --retries": (STANDS.replace("IS_ATTEMPT", "True"), OF_RAY),
+    "gone": (STANDS, OF_RAY),
     "hangs": (HANGS, OF_RAY | dict.fromkeys(_KEEPALIVE_MS, "1000")),
     "own raylet hangs": (OWN_HANGS, OF_RAY | dict.fromkeys(_PROBE_MS, "1000") | {_PROBES[0]: "2"}),
 }
@@ -113,15 +107,11 @@ def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
         process.communicate()
 
 
-@pytest.mark.parametrize(("name", "code"), [("by itself", 1), ("under --retries", NO_CLUSTER)])
-def test_a_head_that_is_gone_ends_the_process_with_a_sentence(processes: dict[str, subprocess.Popen[str]], name: str, code: int) -> None:
-    """Whatever the main thread does, and the disk; as long as something listens there, nothing happens.
-
-    To `--retries` it is a lost cluster: it may be lost again before the next step, and says nothing about the run.
-    """
-    output, error = processes[name].communicate(timeout=100)
+def test_a_head_that_is_gone_ends_the_process_with_a_sentence(processes: dict[str, subprocess.Popen[str]]) -> None:
+    """Whatever the main thread does, and the disk; as long as something listens there, nothing happens."""
+    output, error = processes["gone"].communicate(timeout=100)
     address, told = output.splitlines()
-    assert processes[name].returncode == code and error == f"evenkeel: {told}\n", "in the run's events, and on the terminal"
+    assert processes["gone"].returncode == 1 and error == f"evenkeel: {told}\n", "in the run's events, and on the terminal"
     assert told.startswith(f"the head of the Ray cluster at {address} is gone") and "evenkeel train --resume runs/one" in told
 
 
@@ -136,7 +126,7 @@ def test_a_head_that_hangs_for_good_ends_the_process_before_ray_does(processes: 
 def test_a_raylet_of_its_own_that_hangs_ends_the_process_once_ray_has_given_it_up(processes: dict[str, subprocess.Popen[str]]) -> None:
     """The control service answers all the time. What is stopped is killed, too."""
     output, error = processes["own raylet hangs"].communicate(timeout=100)
-    assert processes["own raylet hangs"].returncode == NO_CLUSTER, "a lost cluster to --retries"
+    assert processes["own raylet hangs"].returncode == 1
     pids, *told = output.splitlines()
     service, raylet = map(int, pids.split())
     named = f"the raylet of this run's own Ray (process {raylet}, at 127.0.0.1:"
@@ -150,9 +140,7 @@ def test_a_raylet_of_its_own_that_hangs_ends_the_process_once_ray_has_given_it_u
 OWN = """
 import socket, subprocess, sys, time
 from pathlib import Path
-from evenkeel.actors.processes import interrupts
 from evenkeel.actors.cluster.head_watch import OwnDaemon, ends_with_own_ray
-interrupts.is_attempt = True
 service = socket.create_server(("127.0.0.1", 0))
 at = "127.0.0.1:%d" % service.getsockname()[1]
 agent = "import subprocess, time; print(subprocess.Popen(['sleep', '100'], start_new_session=True).pid, flush=True); time.sleep(100)"
@@ -174,7 +162,7 @@ def test_the_death_of_a_process_of_its_own_ray_ends_the_run_with_one_sentence(wh
     done = subprocess.run([sys.executable, "-c", script], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     pids, told = done.stdout.splitlines()
     pid, *everybody = map(int, pids.split())
-    assert done.returncode == NO_CLUSTER and done.stderr == f"evenkeel: {told}\n", "a lost cluster to --retries; told once"
+    assert done.returncode == 1 and done.stderr == f"evenkeel: {told}\n", "told once"
     assert told.startswith(f"this run's own Ray is gone: its {who} (process {pid}) was killed by SIGKILL, ")
     assert "evenkeel train --resume runs/one" in told and "--retries N" in told
     assert outlived(everybody) == []
@@ -205,7 +193,7 @@ def is_running(pid: int) -> bool:
 
 def test_own_ray_may_end_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
-    monkeypatch.setattr("evenkeel.actors.processes.interrupts.end_all", lambda why, *_, **__: said.append(why))
+    monkeypatch.setattr("evenkeel.actors.processes.signals.end_all", lambda why, *_, **__: said.append(why))
     with socket.create_server(("127.0.0.1", 0)) as service, subprocess.Popen(["sleep", "100"]) as raylet:
         daemon = OwnDaemon(raylet, f"127.0.0.1:{service.getsockname()[1]}")
         with ends_with_own_ray({"gcs_server": daemon, "raylet": daemon}, Path("runs/one"), print, print):

@@ -64,7 +64,7 @@ def test_a_second_signal_ends_it_at_once_and_it_is_complete_all_the_same(monkeyp
     """In the last lines, or in the end of its parts: how the run ended is known by then."""
     ending = DoneRun(monkeypatch)
     setattr(ending.run._pool if where == "stop" else ending.run._source, where, signalling(signal.SIGTERM, times=2))
-    monkeypatch.setattr("evenkeel.actors.processes.interrupts.SAME_S", 0.0)
+    monkeypatch.setattr("evenkeel.actors.processes.signals.SAME_S", 0.0)
     with pytest.raises(asyncio.CancelledError):
         ending.summary()
     assert ending.run.ended_by == signal.SIGTERM

@@ -19,7 +19,7 @@ from evenkeel.actors.carriers import ActorInfo, BegunTicket, Ticket, WorkerSetti
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.pool.scaling import ScalingDecision
-from evenkeel.actors.processes.stopwatch import Stopwatch
+from evenkeel.actors.processes.pacing import Stopwatch
 from evenkeel.correction.errors import EngineError
 from evenkeel.rollout.config import AnswerSampling, RolloutConfig
 from evenkeel.rollout.continuation import unsampled

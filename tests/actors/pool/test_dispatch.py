@@ -18,7 +18,7 @@ from evenkeel.actors.carriers import ActorInfo, Ticket, WorkerSettings
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.pool.dispatch import Questions, WaitingWork
 from evenkeel.actors.pool.pool import RolloutPool
-from evenkeel.actors.processes.stopwatch import Stopwatch
+from evenkeel.actors.processes.pacing import Stopwatch
 from evenkeel.rollout.config import AnswerSampling, RolloutConfig
 from evenkeel.rollout.trajectory import Group, GroupFacts
 from tests.actors.cases import FakeActor, OpenBook, group, prompt

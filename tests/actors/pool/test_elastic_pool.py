@@ -12,9 +12,8 @@ import pytest
 from evenkeel.actors.carriers import ScalingCause, Ticket
 from evenkeel.actors.pool.preemption import watch_nodes
 from evenkeel.actors.pool.workers import first_to_leave
-from evenkeel.actors.processes.long_wait import LongWait
-from evenkeel.actors.processes.stopwatch import Stopwatch
-from evenkeel.actors.processes.supervision import HALF_OVER
+from evenkeel.actors.processes.pacing import Stopwatch
+from evenkeel.actors.processes.supervision import HALF_OVER, LongWait
 from evenkeel.rollout.config import AnswerSampling
 from evenkeel.rollout.trajectory import FinishReason, Trajectory, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import prompt

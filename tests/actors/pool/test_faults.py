@@ -15,8 +15,7 @@ from evenkeel.actors.carriers import DiscardReason, GroupFailure, Ticket
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.pool.dispatch import WaitingWork
 from evenkeel.actors.pool.faults import GroupOutcomes
-from evenkeel.actors.processes.long_wait import LongWait
-from evenkeel.actors.processes.supervision import HALF_OVER
+from evenkeel.actors.processes.supervision import HALF_OVER, LongWait
 from evenkeel.correction.errors import DeadlineExceeded, RequestError, counted
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
 from tests.failures.measured import PLAYED, Measured

@@ -11,8 +11,7 @@ import ray.exceptions
 from evenkeel.actors.carriers import Ticket
 from evenkeel.actors.pool.faults import WorkerLosses
 from evenkeel.actors.pool.workers import LostGroups, WorkerHandle
-from evenkeel.actors.processes.long_wait import LongWait
-from evenkeel.actors.processes.supervision import HALF_OVER
+from evenkeel.actors.processes.supervision import HALF_OVER, LongWait
 from evenkeel.actors.weights.weight_sync import SyncTarget
 from evenkeel.correction.errors import EngineError
 from evenkeel.rollout.config import AnswerSampling

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import evenkeel.actors.pool.workers
-import evenkeel.actors.processes.call_throttle
+import evenkeel.actors.processes.pacing
 from evenkeel.correction.errors import DeadlineExceeded, EngineDirty, EngineError
 from evenkeel.rollout.config import AnswerSampling
 from evenkeel.rollout.trajectory import WorkerLoad
@@ -143,7 +143,7 @@ def test_after_a_step_the_loads_come_with_the_receipts_of_its_version(monkeypatc
 def test_calls_that_begin_together_are_made_a_few_in_each_iteration_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step hands out all of its groups together, and asks all workers for their loads."""
 
-    monkeypatch.setattr(evenkeel.actors.processes.call_throttle, "CALLS_PER_ITERATION", 2)
+    monkeypatch.setattr(evenkeel.actors.processes.pacing, "CALLS_PER_ITERATION", 2)
 
     async def scenario() -> None:
         made: list[int] = []

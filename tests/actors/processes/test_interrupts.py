@@ -22,13 +22,13 @@ import psutil
 import pytest
 
 from evenkeel.actors.driver.controller import RunSummary
-from evenkeel.actors.processes import interrupts
+from evenkeel.actors.processes import signals
 
 ROOT = Path(__file__).parents[3]
 BEGIN = """
 import ctypes, os, subprocess, sys, time
-from evenkeel.actors.processes import interrupts
-with interrupts.guarded(grace_s=0.5):
+from evenkeel.actors.processes import signals
+with signals.guarded(grace_s=0.5):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 """
 PATIENT = BEGIN.replace("grace_s=0.5", "grace_s=60")
@@ -42,10 +42,13 @@ ORDERLY = """
         child.wait()
         print("unwound", flush=True)
 """
-LOST = ORDERLY + """
+LOST = (
+    ORDERLY
+    + """
         print("to nobody", file=sys.stderr, flush=True)
         open(sys.argv[1], "w").write("unwound")
 """
+)
 SWALLOWED = """
     class Finalizer:
         def __del__(self):
@@ -61,13 +64,16 @@ SWALLOWED = """
         time.sleep(0.2)        # it is raised again once
         print("unwound", flush=True)
 """
-BESIDE = """
+BESIDE = (
+    """
     import signal, threading
     def get_one():    # the kernel gives this thread a signal, which ends no call of the main thread
         time.sleep(0.5)
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
     threading.Thread(target=get_one).start()
-""" + ORDERLY
+"""
+    + ORDERLY
+)
 SWALLOWED_TWICE = SWALLOWED.replace("    del finalizer", "    second = Finalizer()\n    del finalizer, second")
 IN_C = """
     mutex = ctypes.create_string_buffer(128)
@@ -84,26 +90,32 @@ CHECKED = """
     finalizer = Finalizer()
     del finalizer
     try:
-        interrupts.check()
+        signals.check()
     finally:
         child.kill()
         child.wait()
         time.sleep(0.2)        # it isn't raised again
         print("unwound", flush=True)
 """
-TAKEN_OVER = """
+TAKEN_OVER = (
+    """
     import asyncio, signal
     async def run():
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, lambda: None)    # whoever handles signals itself ...
         loop.remove_signal_handler(signal.SIGTERM)
     asyncio.run(run())
-    interrupts.rearm()                                           # ... hands them back
-""" + IN_C
+    signals.rearm()                                           # ... hands them back
+"""
+    + IN_C
+)
 
-DONE = """
-    interrupts.all_is_done(3)
-""" + IN_C
+DONE = (
+    """
+    signals.all_is_done(3)
+"""
+    + IN_C
+)
 
 
 def ended(
@@ -213,7 +225,7 @@ def test_what_else_is_raised_in_a_finalizer_is_still_said(monkeypatch: pytest.Mo
         def __del__(self) -> None:
             raise ValueError("of the user's")
 
-    with interrupts.guarded():
+    with signals.guarded():
         Fails()
     assert [str(one) for one in said] == ["of the user's"] and sys.unraisablehook is before
 
@@ -226,11 +238,11 @@ def test_a_swallowed_signal_is_found_at_the_next_check() -> None:
 
 
 def test_handlers_are_given_back() -> None:
-    from evenkeel.actors.processes import interrupts
+    from evenkeel.actors.processes import signals
 
-    numbers = (*interrupts.SIGNALS, signal.SIGALRM)
+    numbers = (*signals.SIGNALS, signal.SIGALRM)
     before = [signal.getsignal(number) for number in numbers]
-    with interrupts.guarded():
+    with signals.guarded():
         assert [signal.getsignal(number) for number in numbers] != before
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1
@@ -240,36 +252,36 @@ def test_handlers_are_given_back() -> None:
 def test_the_same_signal_twice_is_one(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """`ray job stop` tells every process of a job: one whose parent passes the signal on gets it twice, and must not end at once. A lost
     terminal tells a job of bash's twice."""
-    monkeypatch.setattr(interrupts, "SIGNALS", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # also where these tests run with nohup
-    monkeypatch.setattr(interrupts, "leave_terminal", lambda _: None)
+    monkeypatch.setattr(signals, "SIGNALS", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # also where these tests run with nohup
+    monkeypatch.setattr(signals, "leave_terminal", lambda _: None)
     assert signals_seen([number, number, signal.SIGINT, signal.SIGINT]) == [number, signal.SIGINT, signal.SIGINT]
     assert signals_seen([signal.SIGTERM, signal.SIGHUP]) == [signal.SIGTERM, signal.SIGHUP], "each by itself"
-    monkeypatch.setattr(interrupts, "SAME_S", 0.0)
+    monkeypatch.setattr(signals, "SAME_S", 0.0)
     assert signals_seen([number, number]) == [number, number], "later ones count"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_same_signal_twice_is_one_without_an_event_loop_too(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """In an import, in Ray's start, as the run ends: the second one of a lost terminal took the time to unwind. Any other ends at once."""
-    monkeypatch.setattr(interrupts, "SAME_S", 60.0)
+    monkeypatch.setattr(signals, "SAME_S", 60.0)
     for second, grace_s, why in ((number, 0.3, "still busy after 0.3 s"), (signal.SIGINT, 60.0, "again")):
         with guarded_here(monkeypatch, grace_s=grace_s) as told:
-            with pytest.raises(interrupts.Interrupted):
+            with pytest.raises(signals.Interrupted):
                 signal.raise_signal(number)
             signal.raise_signal(second)
-            assert told.get(timeout=60.0) == f"ended by {interrupts.NAMES[number]} ({why})"
+            assert told.get(timeout=60.0) == f"ended by {signals.NAMES[number]} ({why})"
 
 
 def test_a_signal_that_an_event_loop_has_had_is_the_same_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends at once, and the second one of a lost terminal comes as it unwinds: neither does that raise, nor begin a grace."""
-    monkeypatch.setattr(interrupts, "SAME_S", 60.0)
+    monkeypatch.setattr(signals, "SAME_S", 60.0)
     with guarded_here(monkeypatch, grace_s=0.1) as told:
         assert signals_seen([signal.SIGHUP]) == [signal.SIGHUP]
-        interrupts.rearm()
+        signals.rearm()
         signal.raise_signal(signal.SIGHUP)
         time.sleep(0.3)
-        assert told.empty() and not interrupts.is_ending()
-        with pytest.raises(interrupts.Interrupted):
+        assert told.empty() and not signals.is_ending()
+        with pytest.raises(signals.Interrupted):
             signal.raise_signal(signal.SIGTERM)
         assert told.get(timeout=60.0).startswith("ended by SIGTERM ")
 
@@ -279,20 +291,20 @@ def test_signals_that_a_library_gives_back_as_all_unwinds_have_their_grace(monke
     """As Ray's start does. The thread that limits the time wakes after that; several times, as it might be quicker."""
     for _ in range(5):
         with guarded_here(monkeypatch, grace_s=0.05) as told:
-            with pytest.raises(interrupts.Interrupted):
+            with pytest.raises(signals.Interrupted):
                 try:
                     signal.raise_signal(number)
                 finally:
-                    interrupts.rearm()
-            assert told.get(timeout=60.0) == f"ended by {interrupts.NAMES[number]} (still busy after 0.05 s)"
+                    signals.rearm()
+            assert told.get(timeout=60.0) == f"ended by {signals.NAMES[number]} (still busy after 0.05 s)"
 
 
 def test_signals_that_go_on_count_again() -> None:
     """Somebody who sends SIGTERM each second until the process is gone."""
-    received = interrupts._SignalTimes()
+    received = signals._SignalTimes()
     now = iter([10.0, 11.0, 11.9, 12.1, 13.0])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        patched.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(now)))
         assert [received.is_repeat(signal.SIGTERM) for _ in range(5)] == [False, True, True, False, True]
 
 
@@ -300,10 +312,10 @@ def test_signals_that_go_on_count_again() -> None:
 def guarded_here(monkeypatch: pytest.MonkeyPatch, *, grace_s: float) -> Iterator[queue.SimpleQueue[str]]:
     """This process under guard, whose end is told and not made."""
     told = queue.SimpleQueue[str]()
-    monkeypatch.setattr(interrupts, "SIGNALS", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # also where these tests run with nohup
-    monkeypatch.setattr(interrupts, "leave_terminal", lambda _: None)
-    monkeypatch.setattr(interrupts, "end_all", lambda why, code: told.put(why))
-    with interrupts.guarded(grace_s=grace_s):
+    monkeypatch.setattr(signals, "SIGNALS", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))  # also where these tests run with nohup
+    monkeypatch.setattr(signals, "leave_terminal", lambda _: None)
+    monkeypatch.setattr(signals, "end_all", lambda why, code: told.put(why))
+    with signals.guarded(grace_s=grace_s):
         yield told
 
 
@@ -312,7 +324,7 @@ def signals_seen(sent: list[int]) -> list[int]:
     seen: list[int] = []
 
     async def send() -> None:
-        with interrupts.handled_in(asyncio.get_running_loop(), seen.append):
+        with signals.handled_in(asyncio.get_running_loop(), seen.append):
             for number in sent:
                 signal.raise_signal(number)
                 await asyncio.sleep(0.05)
@@ -327,9 +339,9 @@ def signals_seen(sent: list[int]) -> list[int]:
 
 NEVER_ENDS = """
 import atexit, time
-from evenkeel.actors.processes import interrupts
+from evenkeel.actors.processes import signals
 atexit.register(time.sleep, 1000)    # as a package does whose service doesn't answer
-interrupts.end_within(0.2, 3, lambda: True)
+signals.end_within(0.2, 3, lambda: True)
 """
 
 
@@ -339,7 +351,7 @@ def test_a_process_whose_own_end_hangs_is_ended_with_its_exit_code() -> None:
 
 
 def test_a_reason_with_half_a_surrogate_pair_keeps_no_process_from_its_end() -> None:
-    program = "from evenkeel.actors.processes import interrupts; interrupts.end_all('no room in /data/\\udce9', 3)"
+    program = "from evenkeel.actors.processes import signals; signals.end_all('no room in /data/\\udce9', 3)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (3, "evenkeel: no room in /data/\\udce9\n")
 
@@ -347,10 +359,10 @@ def test_a_reason_with_half_a_surrogate_pair_keeps_no_process_from_its_end() -> 
 def test_a_process_goes_on_when_what_hung_has_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that has more to do than this run."""
     ended = list[int]()
-    monkeypatch.setattr(interrupts, "end_all", lambda text, code: ended.append(code))
+    monkeypatch.setattr(signals, "end_all", lambda text, code: ended.append(code))
     for code, hangs in ((3, True), (4, False)):
         before = set(threading.enumerate())
-        interrupts.end_within(0.01, code, lambda hangs=hangs: hangs)
+        signals.end_within(0.01, code, lambda hangs=hangs: hangs)
         for thread in set(threading.enumerate()) - before:
             thread.join(10.0)
     assert ended == [3]

@@ -15,9 +15,8 @@ import ray
 import ray.exceptions
 
 from evenkeel.actors.cluster.cluster import on_drivers_node
-from evenkeel.actors.processes.long_wait import LongWait
 from evenkeel.actors.processes.part_heartbeat import HeartbeatActor, raise_when_silent
-from evenkeel.actors.processes.supervision import HALF_OVER
+from evenkeel.actors.processes.supervision import HALF_OVER, LongWait
 from evenkeel.correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate

@@ -18,8 +18,7 @@ import pytest
 import ray.exceptions
 
 from evenkeel.actors.carriers import WaitNotice
-from evenkeel.actors.processes.long_wait import LongWait
-from evenkeel.actors.processes.supervision import HALF_OVER, call_with_retries, together, unwrapped, wait_for
+from evenkeel.actors.processes.supervision import HALF_OVER, LongWait, call_with_retries, together, unwrapped, wait_for
 from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
 

@@ -18,7 +18,7 @@ from evenkeel.actors.carriers import WaitNotice
 from evenkeel.actors.driver.evaluation import evaluate
 from evenkeel.actors.groups.ledger import Ledger
 from evenkeel.actors.json_lines import JsonLines
-from evenkeel.actors.processes import disk_at_start
+from evenkeel.actors.processes import disk
 from evenkeel.actors.record import disk_writer
 from evenkeel.actors.record.disk_writer import DiskWriter, FileThread
 from evenkeel.actors.record.run_folder import RunFolder
@@ -269,14 +269,14 @@ def test_a_rewind_that_a_full_disk_refuses_can_be_made_again(tmp_path: Path) -> 
 
 def test_the_disk_of_a_start_is_waited_for_with_words_and_an_end(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before there is an event loop, and a terminal to show it on. The deadline may become known, and begin anew, as the work goes on."""
-    monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.05)
-    assert disk_at_start.by_disk_at_start(lambda: 7, "a number") == 7
+    monkeypatch.setattr(disk, "_NOTICE_S", 0.05)
+    assert disk.by_disk_at_start(lambda: 7, "a number") == 7
     with pytest.raises(OSError, match="Stale"):
-        disk_at_start.by_disk_at_start(partial(refuse, errno.ESTALE), "a number")
+        disk.by_disk_at_start(partial(refuse, errno.ESTALE), "a number")
     told, began = list[WaitNotice](), time.monotonic()
     limits, beginnings = iter([60.0, 60.0]), iter([began, began])
     with pytest.raises(DeadlineExceeded) as caught:
-        disk_at_start.by_disk_at_start(
+        disk.by_disk_at_start(
             gate,
             "a number",
             limit_s=lambda: next(limits, 0.3),
@@ -284,7 +284,7 @@ def test_the_disk_of_a_start_is_waited_for_with_words_and_an_end(gate: Gate, mon
             detail=lambda: f"{len(told)} times",
             say=told.append,
         )
-    assert time.monotonic() - began >= 0.5 and disk_at_start.is_disk_late(caught.value)
+    assert time.monotonic() - began >= 0.5 and disk.is_disk_late(caught.value)
     assert len(told) >= 4 and (told[2].what, told[2].detail) == ("a number -> the run folder's disk", "2 times")
     said = f"a number -> the run folder's disk: not done in {caught.value.seconds:.0f} s ({len(told)} times). When that disk answers again"
     assert str(caught.value).startswith(said)

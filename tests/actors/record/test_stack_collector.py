@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from evenkeel.actors.processes.long_wait import LongWait
-from evenkeel.actors.processes.supervision import HALF_OVER, wait_for
+from evenkeel.actors.processes.supervision import HALF_OVER, LongWait, wait_for
 from evenkeel.actors.record import stack_collector
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.stack_collector import StackCollector

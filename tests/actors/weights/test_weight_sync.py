@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from evenkeel.actors.carriers import WeightChecksums
-from evenkeel.actors.processes.call_throttle import CALLS_PER_ITERATION
+from evenkeel.actors.processes.pacing import CALLS_PER_ITERATION
 from evenkeel.actors.weights.weight_sync import SyncTarget
 from evenkeel.correction.errors import DeadlineExceeded, SyncError
 from evenkeel.engines.weights import compare_checksums, digest_of

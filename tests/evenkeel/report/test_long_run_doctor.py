@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from evenkeel.actors.checkpoints import reader as checkpoint_reader
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.step_metrics import StepMetrics
-from evenkeel.actors.processes import disk_at_start
-from evenkeel.actors.processes.disk_at_start import DiskLate
+from evenkeel.actors.processes import disk
+from evenkeel.actors.processes.disk import DiskLate
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.cli import app
 from evenkeel.learner.weights import file_sums
@@ -50,7 +50,7 @@ def test_a_disk_that_hangs_is_told_and_ends_the_look_at_a_run(
     folder = run_folder(tmp_path / "run", steps=2, saved=2)
     folder.append_evaluation(StepMetrics(0))
     folder.write_config(hasty(load_config(RunConfig, RECIPE, ["steps=2"])))
-    monkeypatch.setattr(disk_at_start, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))  # before the run's own are known
+    monkeypatch.setattr(disk, "DeadlinesConfig", lambda: SimpleNamespace(disk_s=0.3))  # before the run's own are known
     notice_first(monkeypatch, what)
     named = rf"{what} -> the run folder's disk"
     with hanging(folder.path / name), pytest.raises(DiskLate, match=rf"^{named}: not done in \d s{how_far}\. When that disk answers again"):
@@ -69,14 +69,14 @@ def test_a_large_checkpoint_is_read_with_words(tmp_path: Path, monkeypatch: pyte
         return plain(path)
 
     monkeypatch.setattr(file_sums, "sum_of", sum_of)
-    monkeypatch.setattr(disk_at_start, "_NOTICE_S", 0.1)
+    monkeypatch.setattr(disk, "_NOTICE_S", 0.1)
 
     def put(text: str, _: object) -> None:
         if "files of the newest checkpoint" in text and ": 1e-09 of" in text:  # other reading may be told, and more of this
             said.append(text)
             is_told.set()
 
-    monkeypatch.setattr(disk_at_start, "put", put)
+    monkeypatch.setattr(disk, "put", put)
     said: list[str] = []
     done = CliRunner().invoke(app, ["doctor", str(folder.path)])
     assert said[0].endswith("-> the run folder's disk (step_000002: 1e-09 of 2e-09 GB are read)\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from evenkeel.actors.cluster import cluster as security
-from evenkeel.actors.processes.home_folder import home_of_the_homeless
+from evenkeel.cli import home_of_the_homeless
 from evenkeel.rollout.engine import temporary_files
 
 

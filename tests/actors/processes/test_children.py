@@ -1,4 +1,4 @@
-"""What a run's process says to its parent of how it is. Whole processes that hang: tests/evenkeel/test_retries.py."""
+"""Processes below this one, and what a run's says to its parent of how it is. Whole ones that hang: tests/evenkeel/test_retries.py."""
 
 from __future__ import annotations
 
@@ -7,23 +7,47 @@ import contextlib
 import math
 import os
 import struct
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from evenkeel.actors.driver.controller import run_controller
-from evenkeel.actors.processes import driver_heartbeat
-from evenkeel.actors.processes.driver_heartbeat import HeartbeatListener
+from evenkeel.actors.processes import children
+from evenkeel.actors.processes.children import HeartbeatListener, adopted_orphans, descendants, end_new
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="adoption is Linux's")
+def test_an_orphan_of_a_killed_child_is_found_and_ended() -> None:
+    """Ray's daemon was killed while it started its agents: they became children of init, and lived on for a minute."""
+    before = descendants()
+    with adopted_orphans():
+        child = subprocess.Popen(["sh", "-c", "sleep 300 & echo started; wait"], stdout=subprocess.PIPE)
+        assert child.stdout is not None and child.stdout.readline() == b"started\n"
+        (orphan,) = psutil.Process(child.pid).children()
+        child.kill()
+        child.wait()
+        until = time.monotonic() + 10.0
+        while orphan not in descendants() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert orphan in descendants(), "adopted"
+        end_new(before)
+    assert not orphan.is_running()
+    assert [process for process in descendants() if process not in before] == []
+    child.stdout.close()
 
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch) -> HeartbeatListener:
     """Of this process, which is its own child."""
-    monkeypatch.setattr(driver_heartbeat, "_writer", None)
+    monkeypatch.setattr(children, "_writer", None)
     made = HeartbeatListener()
     monkeypatch.setenv("EVENKEEL_HEARTBEAT", made.environment["EVENKEEL_HEARTBEAT"])
-    driver_heartbeat.inherit()
+    children.inherit()
     return made
 
 
@@ -52,12 +76,12 @@ def test_a_run_beats_from_its_event_loops_begin_to_its_end(listener: HeartbeatLi
 
 
 def test_a_run_without_such_a_parent_beats_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_heartbeat, "_writer", None)
+    monkeypatch.setattr(children, "_writer", None)
     monkeypatch.delenv("EVENKEEL_HEARTBEAT", raising=False)
-    driver_heartbeat.inherit()
+    children.inherit()
     before = set(os.listdir("/dev/fd"))
     run_controller(run(0.0), silence_s=4.0)
-    assert driver_heartbeat._writer is None and set(os.listdir("/dev/fd")) <= before
+    assert children._writer is None and set(os.listdir("/dev/fd")) <= before
 
 
 def test_a_parent_that_reads_nothing_or_is_gone_ends_no_run(listener: HeartbeatListener) -> None:
@@ -67,7 +91,7 @@ def test_a_parent_that_reads_nothing_or_is_gone_ends_no_run(listener: HeartbeatL
             os.write(listener.writer, bytes(8))
         except BlockingIOError:
             break
-    driver_heartbeat._write(listener.writer, 4.0)
+    children._write(listener.writer, 4.0)
     listener.close()
     run_controller(run(0.1), silence_s=4.0)
 
@@ -78,7 +102,7 @@ def test_a_parent_that_was_stopped_for_hours_hears_of_the_end(listener: Heartbea
         while True:
             os.write(listener.writer, struct.pack("d", 0.05))
     run_controller(run(0.0), silence_s=4.0)
-    monkeypatch.setattr(driver_heartbeat, "_TURN_S", 0.01)
+    monkeypatch.setattr(children, "_TURN_S", 0.01)
     turns = 0
     while not listener.is_over and turns < 100:
         assert not listener.hangs()
@@ -88,16 +112,16 @@ def test_a_parent_that_was_stopped_for_hours_hears_of_the_end(listener: Heartbea
 
 
 def test_silence_counts_from_the_last_beat(listener: HeartbeatListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first beat there is none, and half of the time is over once."""
-    monkeypatch.setattr(driver_heartbeat, "_TURN_S", 0.01)
-    assert not listener.hangs() and not listener.is_half_over
+    """Before the first beat there is none."""
+    monkeypatch.setattr(children, "_TURN_S", 0.01)
+    assert not listener.hangs()
     told = []
     for _ in range(2):
         for _ in range(3):
             os.write(listener.writer, struct.pack("d", 0.035))
-        found = [(listener.hangs(), listener.is_half_over) for _ in range(4)]
+        found = [listener.hangs() for _ in range(4)]
         told.append(found)
-    assert told == [[(False, False), (False, False), (False, True), (False, False)]] * 2
+    assert told == [[False] * 4] * 2
     assert listener.hangs()
     os.write(listener.writer, struct.pack("d", math.inf))
     assert not listener.hangs() and not listener.is_over

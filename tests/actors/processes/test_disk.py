@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evenkeel.actors.processes.daemon_threads import DaemonThreads
+from evenkeel.actors.processes.disk import DaemonThreads
 
 ROOT = Path(__file__).parents[3]
 HANGS = """

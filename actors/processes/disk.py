@@ -1,16 +1,20 @@
-"""Waiting for a disk where there is no event loop, as a run starts and when it is done, without what a running one imports (Ray)."""
+"""Work on a disk, which may hang: in a thread that doesn't keep the process from ending, with a name and a deadline.
+
+There are no imports of Ray here: a start reads much before that is there.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any, TypeVar
 
 from evenkeel.actors.carriers import WaitNotice
 from evenkeel.actors.config import DeadlinesConfig
-from evenkeel.actors.processes.daemon_threads import DaemonThreads
 from evenkeel.actors.processes.output import put
 from evenkeel.correction.errors import DeadlineExceeded
 
@@ -20,6 +24,43 @@ _HANGS_AT_START = "When that disk answers again, do the same once more. The dead
 _NOTICE_S = 30.0
 _COMPUTES_S = 300.0
 """Least deadline, seconds, of work that also imports packages, or draws."""
+_END_S = 2.0
+"""Longest wait for running calls when the loop closes."""
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Threads that don't keep the process from ending: a daemon thread for each call; there are few calls.
+
+    The standard library's executor, whose class asyncio wants, waits for its threads without a limit when the loop closes, and again when
+    the process ends. A call to a disk or a cluster that hangs for good would keep the process alive for good, before it printed its last
+    sentence.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._under_way: set[threading.Thread] = set()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        thread = threading.Thread(target=self._run, args=(future, partial(fn, *args, **kwargs)), name="off the event loop", daemon=True)
+        self._under_way.add(thread)
+        thread.start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Args: wait: two seconds at most."""
+        until_s = time.monotonic() + _END_S
+        for thread in list(self._under_way) if wait else ():
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _run(self, future: Future[T], work: Callable[[], T]) -> None:
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            self._under_way.discard(threading.current_thread())
 
 
 class DiskLate(DeadlineExceeded):
