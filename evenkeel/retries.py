@@ -19,6 +19,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -92,23 +93,22 @@ def _attempt(arguments: Sequence[str], *, hangs: Callable[[int, float], object])
     """
     asked: list[int] = []
     child: subprocess.Popen[bytes] | None = None
+    starting = threading.Lock()
 
     def pass_on(number: int) -> None:
-        asked.append(number)
-        if child is not None:
-            os.kill(child.pid, number)  # it may have ended, but isn't reaped yet, so the id is still its own
+        with starting:
+            asked.append(number)
+            if child is not None:
+                child.send_signal(number)
 
-    with signals.passed_on(pass_on), contextlib.closing(HeartbeatListener()) as listener:
+    with signals.received_by(pass_on), contextlib.closing(HeartbeatListener()) as listener:
         path = os.pathsep.join([*checkout(), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        child = subprocess.Popen(
-            [*_COMMAND, *arguments],
-            start_new_session=True,
-            env=listener.environment | ({"PYTHONPATH": path} if path else {}),
-            pass_fds=(listener.writer,),
-        )
+        environment = listener.environment | ({"PYTHONPATH": path} if path else {})
+        with starting:
+            child = subprocess.Popen([*_COMMAND, *arguments], start_new_session=True, env=environment, pass_fds=(listener.writer,))
+            if asked:
+                child.send_signal(asked[-1])
         listener.child_has_begun()
-        if asked:  # while it was started
-            os.kill(child.pid, asked[-1])
         silent_s = _until_its_end(child.pid, listener, hangs)
         code = child.wait()
     return code, bool(asked), silent_s

@@ -47,6 +47,7 @@ from evenkeel.actors.processes import signals
 from evenkeel.actors.processes.children import beating
 from evenkeel.actors.processes.disk import DaemonThreads
 from evenkeel.actors.processes.pacing import Stopwatch
+from evenkeel.actors.processes.signals import ShutdownSignals
 from evenkeel.actors.processes.supervision import abandon, argument_gone, done_or_reported, kill, unless_failed, unless_set, wait_for
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import ByDisk, by_disk

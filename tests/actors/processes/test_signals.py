@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -240,7 +239,7 @@ def test_a_swallowed_signal_is_found_at_the_next_check() -> None:
 def test_handlers_are_given_back() -> None:
     from evenkeel.actors.processes import signals
 
-    numbers = (*signals.SIGNALS, signal.SIGALRM)
+    numbers = (*signals.SIGNALS, signals._WAKE)
     before = [signal.getsignal(number) for number in numbers]
     with signals.guarded():
         assert [signal.getsignal(number) for number in numbers] != before
@@ -267,7 +266,7 @@ def test_the_same_signal_twice_is_one_without_an_event_loop_too(monkeypatch: pyt
     for second, grace_s, why in ((number, 0.3, "still busy after 0.3 s"), (signal.SIGINT, 60.0, "again")):
         with guarded_here(monkeypatch, grace_s=grace_s) as told:
             with pytest.raises(signals.Interrupted):
-                signal.raise_signal(number)
+                send(number)
             signal.raise_signal(second)
             assert told.get(timeout=60.0) == f"ended by {signals.NAMES[number]} ({why})"
 
@@ -282,7 +281,7 @@ def test_a_signal_that_an_event_loop_has_had_is_the_same_after_it(monkeypatch: p
         time.sleep(0.3)
         assert told.empty() and not signals.is_ending()
         with pytest.raises(signals.Interrupted):
-            signal.raise_signal(signal.SIGTERM)
+            send(signal.SIGTERM)
         assert told.get(timeout=60.0).startswith("ended by SIGTERM ")
 
 
@@ -293,19 +292,22 @@ def test_signals_that_a_library_gives_back_as_all_unwinds_have_their_grace(monke
         with guarded_here(monkeypatch, grace_s=0.05) as told:
             with pytest.raises(signals.Interrupted):
                 try:
-                    signal.raise_signal(number)
+                    send(number)
                 finally:
                     signals.rearm()
             assert told.get(timeout=60.0) == f"ended by {signals.NAMES[number]} (still busy after 0.05 s)"
 
 
-def test_signals_that_go_on_count_again() -> None:
+def test_signals_that_go_on_count_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody who sends SIGTERM each second until the process is gone."""
-    received = signals._SignalTimes()
-    now = iter([10.0, 11.0, 11.9, 12.1, 13.0])
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(now)))
-        assert [received.is_repeat(signal.SIGTERM) for _ in range(5)] == [False, True, True, False, True]
+    monkeypatch.setattr(signals, "SAME_S", 0.5)
+    assert len(signals_seen([signal.SIGTERM] * 6, apart_s=0.2)) >= 2
+
+
+def send(number: int) -> None:
+    """To this process, which waits for what that does."""
+    signal.raise_signal(number)
+    time.sleep(60.0)
 
 
 @contextmanager
@@ -319,7 +321,7 @@ def guarded_here(monkeypatch: pytest.MonkeyPatch, *, grace_s: float) -> Iterator
         yield told
 
 
-def signals_seen(sent: list[int]) -> list[int]:
+def signals_seen(sent: list[int], *, apart_s: float = 0.05) -> list[int]:
     """Those that an event loop is told of, each sent when the loop has seen to the one before."""
     seen: list[int] = []
 
@@ -327,7 +329,7 @@ def signals_seen(sent: list[int]) -> list[int]:
         with signals.handled_in(asyncio.get_running_loop(), seen.append):
             for number in sent:
                 signal.raise_signal(number)
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(apart_s)
 
     before = signal.getsignal(signal.SIGHUP)
     try:
