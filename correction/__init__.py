@@ -39,24 +39,79 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "terms.advantages": ("group_advantages",),
-    "batch": ("CorrectedBatch", "PackedBatch",),
-    "settings.choices": ("AdvantageEstimator", "ProximalSource",),
+    "batch": (
+        "CorrectedBatch",
+        "PackedBatch",
+    ),
+    "settings.choices": (
+        "AdvantageEstimator",
+        "ProximalSource",
+    ),
     "settings.parts": ("AdvantageConfig",),
     "config": ("CorrectionConfig",),
-    "correct": ("correct", "defer", "for_step", "shard_sums",),
-    "diagnostics.diagnose": ("diagnose", "diagnostic_sums", "diagnostics_of",),
-    "errors": ("ConfigError", "DataError", "DeadlineExceeded", "EngineDirty", "EngineError", "EvenkeelError", "LedgerError", "SyncError",),
-    "loss": ("PARTIALS", "PolicyLoss", "loss_metrics", "policy_loss", "policy_scale",),
-    "presets.methods": ("PRESETS", "Preset", "presets_table",),
-    "early_warning.monitor": ("Event", "Monitor", "MonitorConfig",),
-    "padded_batch": ("from_lists", "from_padded",),
-    "padding": ("pack_like", "to_padded",),
-    "diagnostics.quantities": ("DIAGNOSTIC_FAMILIES", "DIAGNOSTICS", "LOSS_METRICS",),
+    "correct": (
+        "correct",
+        "defer",
+        "for_step",
+        "shard_sums",
+    ),
+    "diagnostics.diagnose": (
+        "diagnose",
+        "diagnostic_sums",
+        "diagnostics_of",
+    ),
+    "errors": (
+        "ConfigError",
+        "DataError",
+        "DeadlineExceeded",
+        "EngineDirty",
+        "EngineError",
+        "EvenkeelError",
+        "LedgerError",
+        "SyncError",
+    ),
+    "loss": (
+        "PARTIALS",
+        "PolicyLoss",
+        "loss_metrics",
+        "policy_loss",
+        "policy_scale",
+    ),
+    "presets.methods": (
+        "PRESETS",
+        "Preset",
+        "presets_table",
+    ),
+    "early_warning.monitor": (
+        "Event",
+        "Monitor",
+        "MonitorConfig",
+    ),
+    "padded_batch": (
+        "from_lists",
+        "from_padded",
+    ),
+    "padding": (
+        "pack_like",
+        "to_padded",
+    ),
+    "diagnostics.quantities": (
+        "DIAGNOSTIC_FAMILIES",
+        "DIAGNOSTICS",
+        "LOSS_METRICS",
+    ),
     "settings.schedule": (
-        "check_without_gradient_factor", "needs_gradient_factor", "needs_proximal_forward", "needs_step_forward", "needs_topk",
+        "check_without_gradient_factor",
+        "needs_gradient_factor",
+        "needs_proximal_forward",
+        "needs_step_forward",
+        "needs_topk",
     ),
     "settling": ("settle",),
-    "shards": ("TOTALS", "all_reduce_sum",),
+    "shards": (
+        "TOTALS",
+        "all_reduce_sum",
+    ),
     "tokens": ("token_coefficients",),
 }
 """Module of each public name."""

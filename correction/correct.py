@@ -76,9 +76,7 @@ def defer(
     return _prepare(own, config, is_deferred=True, reduce=_reduce_of(totals, reduce, config, num_prompts), num_prompts=num_prompts)
 
 
-def shard_sums(
-    batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool = False, num_prompts: int | None = None
-) -> Tensor:
+def shard_sums(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: bool = False, num_prompts: int | None = None) -> Tensor:
     """[len(TOTALS)] float64, more under denominator prompt_mean: what the whole batch has to know of this shard.
 
     Add these tensors up over all shards, by any means, and give `correct` (or `defer`, with is_deferred) the result as `totals`.
@@ -273,9 +271,7 @@ def _counts(batch: PackedBatch, keep: Tensor, config: CorrectionConfig, schedule
     return batch_counts(running_counts(counted, batch.offsets).double(), prompts, count)
 
 
-def _batch_scale(
-    corrected: CorrectedBatch, config: CorrectionConfig, schedule: Schedule, whole: Tensor, num_prompts: int | None
-) -> Tensor:
+def _batch_scale(corrected: CorrectedBatch, config: CorrectionConfig, schedule: Schedule, whole: Tensor, num_prompts: int | None) -> Tensor:
     """[N] one over the denominator; whole are the `batch_counts` of the global batch."""
     batch = corrected.batch
     if _is_one_number(config, schedule):

@@ -332,8 +332,7 @@ def _kl_tokens(view: BatchView, target: Tensor, part: KlConfig, config: Correcti
     anchor = known[part.anchor]
     if anchor is None:
         raise DataError(
-            f"kl.anchor = {part.anchor}: the batch has no {part.anchor}_logprobs. "
-            "Have the learner compute them, or set kl.coefficient: 0."
+            f"kl.anchor = {part.anchor}: the batch has no {part.anchor}_logprobs. Have the learner compute them, or set kl.coefficient: 0."
         )
     mask = view.mask
     estimator = Estimator.K3 if part.estimator == "unbiased_k3" else Estimator(part.estimator)

@@ -19,9 +19,7 @@ from .settings.schedule import Schedule, Stage, second_moments
 from .shards import Reduce, moment_limits
 
 
-def settle(
-    corrected: CorrectedBatch, target_logprobs: Tensor, config: CorrectionConfig, *, reduce: Reduce | None = None
-) -> CorrectedBatch:
+def settle(corrected: CorrectedBatch, target_logprobs: Tensor, config: CorrectionConfig, *, reduce: Reduce | None = None) -> CorrectedBatch:
     """The share of an optimizer step with what its own weights decide about all its tokens together; for other configs the share itself.
 
     `needs_step_forward` says for which configs it does something. With one optimizer step per batch the share is the whole batch; with

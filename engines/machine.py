@@ -190,6 +190,7 @@ def unimportable(module: str) -> Iterator[None]:
 
 # Environment variables that are set for a while, for what is started meanwhile.
 
+
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Within the block these variables are set; afterwards they are what they were. They are the whole process's: one block at a time."""

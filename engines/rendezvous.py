@@ -41,9 +41,7 @@ def rendezvous_store(host: str, port: int, *, rank: int, world_size: int, timeou
         listening.close()
         raise
     owned_by_store = listening.detach()
-    return TCPStore(
-        host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=waits, master_listen_fd=owned_by_store
-    )
+    return TCPStore(host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=waits, master_listen_fd=owned_by_store)
 
 
 class Rendezvous:

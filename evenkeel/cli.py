@@ -170,7 +170,7 @@ _DISCARD_QUEUE = "With --resume: discard finished groups that the new settings m
         "evenkeel train --resume runs/nano-spell-backward-20260101-120000 steps=200",
         "evenkeel train recipes/nano_spell_backward.yaml --retries 3",
         "evenkeel train recipes/qwen3_8b_8gpu.yaml --smoke",
-    )
+    ),
 )
 def train(
     recipe: Annotated[Path | None, typer.Argument(help="Recipe: YAML that says model, task and steps. Left out with --resume.")] = None,
@@ -369,7 +369,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run: finish
         "evenkeel config --section rollout.engine",
         "evenkeel config recipes/nano_spell_backward.yaml correction.preset=icepop",
         "evenkeel config --explain | less",
-    )
+    ),
 )
 def config(
     recipe: Annotated[Path | None, typer.Argument(help="Recipe (YAML) to print with all of its defaults filled in.")] = None,
@@ -465,10 +465,11 @@ def diff_engines(
 
 app.command(
     cls=TakesSettings,
-    epilog=_examples("evenkeel doctor recipes/nano_spell_backward.yaml", "evenkeel doctor RECIPE --gpus H100x8", "evenkeel doctor RUN_DIR")
+    epilog=_examples("evenkeel doctor recipes/nano_spell_backward.yaml", "evenkeel doctor RECIPE --gpus H100x8", "evenkeel doctor RUN_DIR"),
 )(doctor)
 
 app.command(cls=TakesSettings, epilog=_examples("evenkeel plan RECIPE --gpus H100x8", "evenkeel plan RECIPE --gpus H100x8x4 --json"))(plan)
+
 
 @app.command(epilog=_examples("evenkeel capabilities"))
 def capabilities() -> None:

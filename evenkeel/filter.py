@@ -228,7 +228,8 @@ def _say_outcome(asked: list[Asked], kept: int, output: Path, config: RunConfig,
     unscored = sum(one.unscored for one in asked)
     say(
         f"{len(asked)} questions, {bounds.answers} answers each: solved never {kinds['never']}, sometimes {kinds['sometimes']}, "
-        f"always {kinds['always']}" + (f", unknown {kinds['unknown']}" if kinds["unknown"] else "")
+        f"always {kinds['always']}"
+        + (f", unknown {kinds['unknown']}" if kinds["unknown"] else "")
         + f"; {unscored} answers could not be scored"
     )
     between = f"{bounds.min_solved} to {bounds.max_solved}"

@@ -63,7 +63,7 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
     learner, rollout = config.learner, config.rollout
     ranks = f"{counted(learner.world_size, 'rank')}"
     engines = f"{rollout.workers}" + (f" (up to {rollout.most_workers})" if rollout.is_elastic else "")
-    engines += (f" of {rollout.engine.tensor_parallel} GPUs" if rollout.engine.tensor_parallel > 1 else "")
+    engines += f" of {rollout.engine.tensor_parallel} GPUs" if rollout.engine.tensor_parallel > 1 else ""
     head = f"{plan.parameters / 1e9:.2f}B parameters in {plan.tensors:,} tensors; {plan.gpus}"
     return {
         f"{config.model.name}: {head}": [("batch", config.batch_arithmetic())],
@@ -146,9 +146,7 @@ def plan(
     gpus: Annotated[
         str, typer.Option(metavar="NAMExCOUNT[xNODES]", help="GPUs to plan for, such as H100x8, H200x8x4 or 24GBx1.")
     ] = "H100x8",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in bytes.")] = False,
 ) -> None:
     """Say what a run would need, without a GPU: memory by role, requests that fit, bytes of a version and a checkpoint, other layouts.
 

@@ -138,7 +138,7 @@ def _read(recipe: Path) -> tuple[DictConfig, dict[str, int]]:
     if recipe.name == "config.yaml" and (beside := recipe.with_name("recipe.yaml")).is_file():
         raise ConfigError(f"{recipe}: that is what a run has run with, resolved; its recipe is {beside}")
     try:
-        tree = OmegaConf.load(recipe)    # refuses a key that is there twice, which yaml.compose lets pass
+        tree = OmegaConf.load(recipe)  # refuses a key that is there twice, which yaml.compose lets pass
         root = composed(recipe)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -161,14 +161,14 @@ def _parse_override(text: str) -> tuple[str, Any]:
     if not equals or not all(key.split(".")) or key != key.strip() or "[" in key or "]" in key:
         raise ConfigError(f"command line: {text!r} is not a setting: write KEY=VALUE without spaces, such as rollout.workers=2")
     try:
-        return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]    # type: ignore[index,call-overload]
+        return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
     except yaml.YAMLError as error:
         raise ConfigError(f"command line: {key} = {value}: not YAML; put text with special characters in quotes") from error
 
 
 def _assign(tree: DictConfig, key: str, value: Any) -> None:
     parents = key.split(".")[:-1]
-    for depth in range(1, len(parents) + 1):    # `section:` or `section: null` in the recipe is no obstacle
+    for depth in range(1, len(parents) + 1):  # `section:` or `section: null` in the recipe is no obstacle
         path = ".".join(parents[:depth])
         if (found := OmegaConf.select(tree, path)) is None:
             OmegaConf.update(tree, path, {}, merge=False)

@@ -109,8 +109,14 @@ def _fixed(path: Path) -> Path:
 
 
 def _made_ready(
-    folder: RunFolder, recipe: Recipe[RunConfig], config: RunConfig, point: ResumePoint | None, task: Task,
-    *, is_new: bool, discard_queue: bool = False,
+    folder: RunFolder,
+    recipe: Recipe[RunConfig],
+    config: RunConfig,
+    point: ResumePoint | None,
+    task: Task,
+    *,
+    is_new: bool,
+    discard_queue: bool = False,
 ) -> tuple[ResumePoint | None, list[tuple[EventLevel, str]]]:
     """Take back what the folder has of steps after the point's, and write the settings that it goes on with.
 
@@ -154,7 +160,12 @@ def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> tuple
 
 
 def _run_in(
-    folder: RunFolder, config: RunConfig, task: Task, notes: Sequence[tuple[EventLevel, str]], point: ResumePoint | None, *,
+    folder: RunFolder,
+    config: RunConfig,
+    task: Task,
+    notes: Sequence[tuple[EventLevel, str]],
+    point: ResumePoint | None,
+    *,
     stays: bool = True,
 ) -> RunSummary:
     """Args: notes: what to report first, as (level, sentence)."""

@@ -19,7 +19,7 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
-HOOK = '''
+HOOK = """
 import atexit, json, os, sys, threading, time
 ROOT, OUT, GO = (os.environ["EVENKEEL_WAYS_" + name] for name in ("ROOT", "OUT", "GO"))
 seen, calls, skip = set(), {}, (os.sep + ".venv" + os.sep, os.sep + "tests" + os.sep, os.sep + "lab" + os.sep)
@@ -57,7 +57,7 @@ def told():
 threading.setprofile(entered)
 sys.setprofile(entered)
 threading.Thread(target=told, daemon=True).start()
-'''
+"""
 WEIGHTS = re.compile(r"weight|publish|broadcast|bucket|export|convert|receipt|checksum|version_|/sync", re.I)
 APART = re.compile(
     r"/(record|metrics|checkpoints|processes|reports?|early_warning|diagnostics|commands|settings)/|stacks|observer|heartbeat|errors\.py"

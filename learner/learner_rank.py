@@ -364,8 +364,15 @@ class LearnerRank:
         """One optimizer step, as learner.training.step.train_step."""
         state = self._require()
         return train_step(
-            state.chunks, state.optimizer, corrected, objective, gradient_scale=gradient_scale, loss_of=loss_of,
-            config=self.config, placement=self.placement, abort=self.abort,
+            state.chunks,
+            state.optimizer,
+            corrected,
+            objective,
+            gradient_scale=gradient_scale,
+            loss_of=loss_of,
+            config=self.config,
+            placement=self.placement,
+            abort=self.abort,
         )
 
     def _forward(self, batch: PackedBatch, *, keep_routes: bool = False) -> PassResult:

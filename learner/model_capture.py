@@ -121,4 +121,3 @@ def _tokens(sequences: list[list[int]], token_ids: list[int], positions: list[in
         assert start is not None, "the model reads nothing but sequences of its batch"
         found.append(torch.arange(start, start + end - begin))
     return torch.cat(found)
-

@@ -151,9 +151,7 @@ def _wide_places(kept: Sequence[tuple[Group, Trajectory]], wide_of: Mapping[int,
     if missing := [group.group_id for group, _ in kept if group.group_id not in wide_of]:
         raise DataError(f"group {missing[0]} has no wide fields (top-K logprobs, routed experts), and others of its batch have")
     numbers = {group.group_id: {id(one): i for i, one in enumerate(group.trajectories)} for group, _ in kept}
-    return tuple(
-        WidePlace(((wide_of[group.group_id], numbers[group.group_id][id(one)]),), one.route_keys) for group, one in kept
-    )
+    return tuple(WidePlace(((wide_of[group.group_id], numbers[group.group_id][id(one)]),), one.route_keys) for group, one in kept)
 
 
 def _check_lengths(trajectory: Trajectory) -> None:

@@ -26,7 +26,7 @@ def needed_by(*names: str) -> set[str]:
             continue
         try:
             requirements = [Requirement(text) for text in distribution(name).requires or ()]
-        except PackageNotFoundError:    # only for another platform
+        except PackageNotFoundError:  # only for another platform
             continue
         found.add(name)
         waiting += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]

@@ -105,9 +105,10 @@ def test_installed_alone_it_computes_what_correction_computes(wheel: Path, tmp_p
     bare_environment(tmp_path)
     shutil.rmtree(tmp_path / "evenkeel")
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + (ROOT / "tests" / "distribution_check.py").read_text().partition(
-        "from __future__ import annotations\n"
-    )[2]
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        + (ROOT / "tests" / "distribution_check.py").read_text().partition("from __future__ import annotations\n")[2]
+    )
     environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-S", "-E", "-P", "-c", program]
     done = subprocess.run(command, input=json.dumps(question()[0]), capture_output=True, text=True, env=environment, check=False)

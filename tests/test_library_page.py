@@ -69,7 +69,7 @@ def test_every_row_of_the_others_names_their_file() -> None:
         assert re.search(r"Read: `[\w/]+\.py` of [\w-]+/\w+", section(title)), title
 
 
-LOOP = '''
+LOOP = """
 import json, torch
 names = {}
 exec(open("loop.py").read(), names)
@@ -99,7 +99,7 @@ for rows in ([list(range(8))], [[0, 1, 2], [3], [4, 5, 6, 7]]):
     numbers = names["train_step"](model, optimizer, rollout(model), rows)
     found.append([numbers, (model.table.detach() - start).flatten().tolist()])
 print(json.dumps(found))
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -237,7 +237,7 @@ def lower_priority(actor: Any) -> None:
 
 def _raise_niceness(_: Any) -> None:
     for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
-        with contextlib.suppress(OSError):                          # it has ended
+        with contextlib.suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, int(thread), min(_NICEST, os.getpriority(os.PRIO_PROCESS, int(thread)) + _NICER_BY))
 
 

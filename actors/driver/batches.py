@@ -309,9 +309,7 @@ class BatchAhead:
         abandon(self._gathering)
         self._drop_chunks()
 
-    async def completed(
-        self, learner: LearnerGroup, *, step: int, in_time: Callable[[Awaitable[Any]], Awaitable[Any]]
-    ) -> PreparedBatch:
+    async def completed(self, learner: LearnerGroup, *, step: int, in_time: Callable[[Awaitable[Any]], Awaitable[Any]]) -> PreparedBatch:
         """The whole batch, corrected. Until it is there the learner, which stands at its version, is asked for nothing else.
 
         Args:
@@ -335,9 +333,7 @@ class BatchAhead:
                 continue
             return replace(batch, groups=tuple(self._groups[group_id].facts for group_id in self._group_ids))
 
-    async def _completed(
-        self, learner: LearnerGroup, step: int, in_time: Callable[[Awaitable[Any]], Awaitable[Any]]
-    ) -> PreparedBatch:
+    async def _completed(self, learner: LearnerGroup, step: int, in_time: Callable[[Awaitable[Any]], Awaitable[Any]]) -> PreparedBatch:
         if self._keeping_s is None and keeps_weights(self._config, self.version):
             self._keeping_s = await _seconds(learner.keep_weights(self.version, oldest=self.version - self._config.max_staleness))
         scored: list[Any] = []

@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from evenkeel.actors.processes.signals import ShutdownSignals
 
 from evenkeel.actors.carriers import Notify, Observation, PreparedBatch
 from evenkeel.actors.checkpoints.state import TrainingState
@@ -116,8 +115,8 @@ class Controller:
         self._generation = 0
         self._began = time.monotonic() - self._point.elapsed_s
         self._is_begun = self._step > 0  # the evaluation before training is over, or left out
-        self._goes_on = False            # training is under way since this starting point
-        self._is_trained = False         # all steps that there will be are done and saved
+        self._goes_on = False  # training is under way since this starting point
+        self._is_trained = False  # all steps that there will be are done and saved
         self._first_evaluation: Evaluation | None = None
         self.summary: RunSummary | None = None  # of a run that has done and saved all that it had to
 

@@ -171,8 +171,7 @@ CAUSES = (
     Cause(
         "unscored",
         lambda w: w.unscored_share >= 0.5,  # the reward fails on most answers, and baselines rest on the others
-        "the reward gives no score to {unscored_share:.0%} of the last {answers} answers: they are left out of baseline, loss and "
-        "accuracy",
+        "the reward gives no score to {unscored_share:.0%} of the last {answers} answers: they are left out of baseline, loss and accuracy",
         "Mend the reward (rollout.reward); where an answer is wrong, let it return 0.0",
         exhibit=lambda s: s.reward is None,
         steps=1,

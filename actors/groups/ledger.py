@@ -175,9 +175,7 @@ class Ledger:
     def _write(self, records: Sequence[Mapping[str, object]]) -> None:
         lines = "".join(json.dumps(record) + "\n" for record in records).encode()
         mark = self._mark
-        self._mark = replace(
-            mark, lines=mark.lines + len(records), bytes=mark.bytes + len(lines), crc32=zlib.crc32(lines, mark.crc32)
-        )
+        self._mark = replace(mark, lines=mark.lines + len(records), bytes=mark.bytes + len(lines), crc32=zlib.crc32(lines, mark.crc32))
         self._unwritten.append(lines)
         self._hand_over(self._try_to_write_out)
 

@@ -48,7 +48,7 @@ class MetricsEndpoint(Collector):
         self._lock = threading.Lock()
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        ProcessCollector(registry=registry)    # process_cpu_seconds_total, process_resident_memory_bytes, ...
+        ProcessCollector(registry=registry)  # process_cpu_seconds_total, process_resident_memory_bytes, ...
         try:
             self._server, self._thread = start_http_server(port, addr=bind, registry=registry)
         except OSError as error:

@@ -41,9 +41,7 @@ def lookup(name: str) -> Metric:
         nearest = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.0)[0]
         family = _family_of(name) if name not in CATALOGUE else None
         near = f"the nearest one is {nearest!r}" if family is None else f"members of {family.name!r} are {family.members}"
-        raise MetricError(
-            f"metric {name!r} is not in the catalogue (actors/metrics/catalogue.py); {near}. Use that, or list the new one."
-        )
+        raise MetricError(f"metric {name!r} is not in the catalogue (actors/metrics/catalogue.py); {near}. Use that, or list the new one.")
     return metric
 
 
@@ -118,7 +116,7 @@ class StepMetrics(Mapping[str, float]):
             raise MetricError(
                 f"metric {name!r} was recorded twice in step {self.step}: {before} and {number}. One place emits each metric."
             )
-        self._values[name] = value if isinstance(value, int) else number    # counts stay whole numbers in metrics.jsonl
+        self._values[name] = value if isinstance(value, int) else number  # counts stay whole numbers in metrics.jsonl
 
     def update(self, values: Mapping[str, float | None], *, prefix: str = "") -> None:
         """Record many numbers, each under `prefix` + its name; with a family's prefix under those of its members."""

@@ -158,6 +158,7 @@ def _together(steps: deque[StepLoad]) -> StepLoad:
 
 # The sizes that a run's settings allow.
 
+
 def limits_of(config: RolloutConfig, places: int) -> PoolLimits:
     """Args: places: groups that admission allows outstanding."""
     samples = config.sampling.samples_per_group

@@ -69,7 +69,14 @@ class LearnerGroup:
 
     @classmethod
     async def start(
-        cls, places: RankPlaces, model: Path, *, version: int, bind: str, start_s: float, step_s: float,
+        cls,
+        places: RankPlaces,
+        model: Path,
+        *,
+        version: int,
+        bind: str,
+        start_s: float,
+        step_s: float,
         made: Callable[[LearnerGroup], None] = lambda _: None,
     ) -> tuple[LearnerGroup, list[ActorInfo]]:
         """Start the ranks and load the model.
@@ -205,9 +212,7 @@ class LearnerGroup:
         """Bytes of a checkpoint of the present state."""
         return sum(await self._each("checkpoint_bytes", "size of a checkpoint", deadline_s))
 
-    async def saved(
-        self, *, deadline_s: float, what: str = "checkpoint", notice: Callable[[WaitNotice], None] | None = None
-    ) -> None:
+    async def saved(self, *, deadline_s: float, what: str = "checkpoint", notice: Callable[[WaitNotice], None] | None = None) -> None:
         """Wait until every rank has written what it copied.
 
         Args: what: is written, in words, for messages. notice: as wait_for.

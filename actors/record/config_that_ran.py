@@ -41,6 +41,7 @@ def _validated(content: Mapping[str, Any], path: Path) -> RunConfig:
 
 # On which line of a YAML file a key stands, for errors.
 
+
 def composed(path: Path) -> yaml.Node | None:
     """The tree of a file; None: it is empty. Raises: yaml.YAMLError, OSError, UnicodeDecodeError."""
     root: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -461,7 +461,7 @@ class RunFolder:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         replaced = final.with_name(final.name + _REPLACED)
-        if final.exists():    # a resumed run reaches the step of an earlier checkpoint again
+        if final.exists():  # a resumed run reaches the step of an earlier checkpoint again
             final.rename(replaced)
         partial.rename(final)
         flush_to_disk(final.parent)
@@ -545,6 +545,7 @@ def _refuse_if(is_given_up: bool, folder: Path) -> None:
 
 
 # Which folder a new run gets, and who owns it: one process, by a lock that the kernel releases when it ends.
+
 
 def fresh_path(root: Path, name: str) -> Path:
     """root/NAME-DATE-TIME, with a number behind it if that is taken."""

@@ -52,10 +52,10 @@ class TerminalView:
 
     def __init__(self, total_steps: int, header: str, *, folder: str = "", console: Console | None = None) -> None:
         """Args:
-            total_steps: training steps of the whole run.
-            header: what runs, in one line.
-            folder: where the run is written down.
-            console: None: standard output, with a live panel if that is a terminal.
+        total_steps: training steps of the whole run.
+        header: what runs, in one line.
+        folder: where the run is written down.
+        console: None: standard output, with a live panel if that is a terminal.
         """
         self._console = console or Console(file=cast(TextIO, UnfailingStream(sys.stdout)))
         self._state = _State(total_steps, header, folder)
@@ -138,8 +138,12 @@ class _State:
         self.rewards: list[float] = []
         self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %  "),
-            TextColumn("{task.fields[left]}"), expand=True,
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>3.0f} %  "),
+            TextColumn("{task.fields[left]}"),
+            expand=True,
         )
         self._task = self._progress.add_task("steps", total=total_steps, left="")
 
@@ -156,7 +160,7 @@ class _State:
         step = int(metrics.get("step", 0))
         left = ""
         if self._step_times and step < self.total_steps:
-            pace = sum(self._step_times) / len(self._step_times)    # of recent steps: the first ones wait for engines
+            pace = sum(self._step_times) / len(self._step_times)  # of recent steps: the first ones wait for engines
             left = f"about {duration(pace * (self.total_steps - step))} left"
         self._progress.update(self._task, completed=step, left=left)
 
@@ -378,7 +382,7 @@ def terminal_svg(folder: RunFolder, *, until_step: int | None = None) -> str:
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
     console.print(state.render())
     picture = console.export_svg(title="evenkeel train")
-    return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)    # rich's font comes from a server; any monospace will do
+    return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # rich's font comes from a server; any monospace will do
 
 
 def _early_warning(metrics: Mapping[str, float]) -> State | None:

@@ -53,6 +53,7 @@ _VALUES = "what the learner computed of a batch <- rank 0"
 @dataclass(frozen=True, slots=True)
 class _Undiagnosed:
     """What diagnostics need of a batch that the learner has or had."""
+
     corrected: CorrectedBatch
     split: Mapping[str, float]
 
@@ -60,6 +61,7 @@ class _Undiagnosed:
 @dataclass(frozen=True, slots=True)
 class _Pulled:
     """A group of the batch in preparation, here in memory."""
+
     group: Group
     """Without its wide fields."""
     wide: Any
@@ -283,9 +285,7 @@ class CorrectionService(HeartbeatActor):
         finally:
             self._observing.release()
 
-    def _observe(
-        self, step: int, version: int, trained: _Undiagnosed, reference: Tensor | None, values: StepValues
-    ) -> Observation:
+    def _observe(self, step: int, version: int, trained: _Undiagnosed, reference: Tensor | None, values: StepValues) -> Observation:
         """Diagnose a batch. Runs in a thread; monitor and scatter are only used under the lock."""
         began = time.monotonic()
         corrected, batch = trained.corrected, trained.corrected.batch

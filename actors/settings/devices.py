@@ -252,7 +252,7 @@ def room_for_engines(nodes: Sequence[tuple[int, float]], config: RunConfig) -> i
     left, beside, beside_a_rank = [gpus for gpus, _ in nodes], [0] * len(nodes), engines_beside_a_rank(config)
     for _ in range(gpus_asked(config, workers=0) // learner.tensor_parallel):
         place = next((i for i, room in enumerate(left) if room >= learner.tensor_parallel), None)
-        if place is not None:                       # a learner without room is reported by a rule of its own
+        if place is not None:  # a learner without room is reported by a rule of its own
             left[place] -= learner.tensor_parallel
             beside[place] += beside_a_rank
     return int(sum(min(held_by(room, share) + more, takes) for room, more, (_, takes) in zip(left, beside, nodes, strict=True)))

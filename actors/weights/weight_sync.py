@@ -283,12 +283,16 @@ class WeightSync:
 
     def _accept(self, target: SyncTarget, receipt: SyncReceipt, snapshot: WeightSnapshot) -> None:
         if receipt.generation != self._generation:
-            raise SyncError(f"rollout worker {target.name}: a receipt for v{receipt.version} of generation {receipt.generation}, not "
-                            f"{self._generation}: those weights were withdrawn")
+            raise SyncError(
+                f"rollout worker {target.name}: a receipt for v{receipt.version} of generation {receipt.generation}, not "
+                f"{self._generation}: those weights were withdrawn"
+            )
         if receipt.digest:
             if snapshot.checksums is None or receipt.digest != snapshot.checksums.digest:
-                raise SyncError(f"weight sync v{receipt.version} -> rollout worker {target.name}: it has compared its weights with others "
-                                "than this version's; the engine gets no work until a full sync succeeds")
+                raise SyncError(
+                    f"weight sync v{receipt.version} -> rollout worker {target.name}: it has compared its weights with others "
+                    "than this version's; the engine gets no work until a full sync succeeds"
+                )
             if receipt.processor is not None and snapshot.processor is not None:
                 receipt.processor.require_same(snapshot.processor, this=f"rollout worker {target.name}", that="the learner")
             target.is_verified = True
@@ -325,7 +329,8 @@ class WeightSync:
                 log.warning(
                     "rollout worker %s: %d times in a row newer weights came before the probe was answered: engine and learner were "
                     "not compared. The engine is full, and the probe waited too long. Raise rollout.engine.max_running_requests",
-                    target.name, target.unprobed,
+                    target.name,
+                    target.unprobed,
                 )
         target.probe = None
 

@@ -246,12 +246,14 @@ DIAGNOSTICS = {
     ),
     "improvement_bound": _Q(_U.ONE, "improvement bound", "The smaller of the two, in units of the advantage."),
     "drift_k3_kl": _Q(
-        _U.NATS, "drift k3",
+        _U.NATS,
+        "drift k3",
         "KL(proximal || target), estimator k3, in the first pass of each token: how far the batch's earlier optimizer steps had moved the "
         "policy; absent where the proximal policy isn't the learner's.",
     ),
     "drift_from_behavior_k3_kl": _Q(
-        _U.NATS, "drift from behaviour, k3",
+        _U.NATS,
+        "drift from behaviour, k3",
         "KL(behaviour || target), estimator k3, in the first pass of each token: drift, mismatch and staleness together, in bypass and "
         "with interpolated proximal logprobs, where the drift alone isn't known; absent with one optimizer step per batch.",
     ),
@@ -372,7 +374,8 @@ LOSS_METRICS = {
     "ratio_mean": _Q(_U.ONE, "mean ratio", "Mean of the ratio that the objective watches."),
     "batch_drift_k1_kl": _Q(_U.NATS, "batch drift k1", "KL(proximal || target), estimator k1, over all passes of the batch."),
     "batch_drift_k3_kl": _Q(
-        _U.NATS, "batch drift k3",
+        _U.NATS,
+        "batch drift k3",
         "KL(proximal || target), estimator k3, over all passes of the batch: how far the optimizer moved the policy within it; absent "
         "where the proximal policy isn't the learner's.",
     ),
@@ -380,7 +383,8 @@ LOSS_METRICS = {
         _U.NATS, "batch drift from behaviour, k1", "KL(behaviour || target), estimator k1, over all passes of the batch."
     ),
     "batch_drift_from_behavior_k3_kl": _Q(
-        _U.NATS, "batch drift from behaviour, k3",
+        _U.NATS,
+        "batch drift from behaviour, k3",
         "KL(behaviour || target), estimator k3, over all passes: drift, mismatch and staleness together, in bypass and with interpolated "
         "proximal logprobs, where the drift alone isn't known.",
     ),

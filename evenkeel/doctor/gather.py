@@ -303,9 +303,7 @@ def own_machine(config: RunConfig) -> list[NodeFacts]:
     seen = float(visible_gpus())
     cpus = config.logical_cpus
     units = float(config.rollout.most_workers)
-    return [
-        replace(here, is_drivers=True, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units)
-    ]
+    return [replace(here, is_drivers=True, offered_gpus=seen, free_gpus=seen, cpus=float(cpus), free_cpus=float(cpus), rollout_units=units)]
 
 
 def when_others_have_left(look: Callable[[], Nodes], config: RunConfig, shape: ModelShape, say: Callable[[str], object]) -> Nodes:

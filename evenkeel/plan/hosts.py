@@ -220,9 +220,7 @@ def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, in
     }
 
 
-def of_engines(
-    shape: ModelShape, config: RunConfig, engines: int, *, gpu_bytes: int = 0, has_the_store: bool = False
-) -> dict[str, int]:
+def of_engines(shape: ModelShape, config: RunConfig, engines: int, *, gpu_bytes: int = 0, has_the_store: bool = False) -> dict[str, int]:
     """
     Args:
         engines: on the node.

@@ -136,8 +136,8 @@ def those_of(names: Iterable[str]) -> Callable[[str], bool]:
     return lambda name: name in shown or name.rpartition("/")[0] + "/" in shown
 
 
-_LEAST_DISTANCE = 1e-8    # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
-_INK, _GRID = "#010203", "#040506"    # stand-ins for the page's own colours, which are put in afterwards
+_LEAST_DISTANCE = 1e-8  # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
+_INK, _GRID = "#010203", "#040506"  # stand-ins for the page's own colours, which are put in afterwards
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "fontsize": 9, "handlelength": 1.2, "borderaxespad": 0.1}
 """Where a legend hides no curve."""
 _LEGEND_CHARACTERS = 70
@@ -148,7 +148,7 @@ _MARKS: dict[State, Any] = {
 }
 """Lines at events of the monitor."""
 _STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",    # text stays text: it can be selected, and takes the page's font
+    "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
     "font.size": 10,
     "axes.edgecolor": _GRID,
     "axes.labelcolor": _INK,
@@ -430,7 +430,7 @@ def draw_scatter(sample: ScatterSample | None) -> Plot | None:
     def draw(left: Axes, right: Axes) -> None:
         lowest = float(np.minimum(mu, prox)[finite].min(initial=-1.0))
         left.plot([lowest, 0], [lowest, 0], color=_GRID, linewidth=1)
-        for label, chosen, colour in reversed(layers):    # the few fresh ones on top
+        for label, chosen, colour in reversed(layers):  # the few fresh ones on top
             if chosen.any():
                 # As a bitmap: thousands of vector points would make the page slow.
                 left.scatter(mu[chosen], prox[chosen], s=6, color=colour, alpha=0.5, linewidths=0, label=label, rasterized=True)
@@ -470,7 +470,7 @@ def _value_axis(axes: Axes, scale: _Scale, values: Sequence[np.ndarray]) -> None
     low, high = min(float(y.min()) for y in values), max(float(y.max()) for y in values)
     if scale is _Scale.LOG:
         axes.set_yscale("log")
-        if high < 20 * low:    # at least one decade, or the axis has no labelled tick
+        if high < 20 * low:  # at least one decade, or the axis has no labelled tick
             axes.set_ylim(low / 4, high * 4)
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
@@ -496,5 +496,5 @@ def _svg(name: str, draw: Callable[..., None], *, panels: int = 1) -> str:
     markup = re.sub(r"<metadata>.*?</metadata>", "", markup, flags=re.DOTALL)
     markup = re.sub(r'<svg ([^>]*?)\bwidth="[^"]*"', r"<svg \1", markup, count=1)
     markup = re.sub(r'<svg ([^>]*?)\bheight="[^"]*"', r"<svg \1", markup, count=1)
-    markup = re.sub(r'<g id="[^"]*">', "<g>", markup)    # names of groups, the same in every picture; nothing refers to them
+    markup = re.sub(r'<g id="[^"]*">', "<g>", markup)  # names of groups, the same in every picture; nothing refers to them
     return markup.replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")

@@ -217,8 +217,14 @@ def _first_and_last(evaluations: Sequence[StepMetrics]) -> list[tuple[str, StepM
 def _samples(folder: RunFolder) -> list[tuple[str, str]]:
     """(title, text) of the first, the middle and the last samples of training, and of the first and last evaluation."""
     training, held_out = folder.trajectory_files(), folder.trajectory_files("held_out")
-    chosen = dict.fromkeys([files[i] for files, picks in ((training, (0, 0.5, 1)), (held_out, (0, 1))) if files
-                            for i in (round(pick * (len(files) - 1)) for pick in picks)])
+    chosen = dict.fromkeys(
+        [
+            files[i]
+            for files, picks in ((training, (0, 0.5, 1)), (held_out, (0, 1)))
+            if files
+            for i in (round(pick * (len(files) - 1)) for pick in picks)
+        ]
+    )
     return [(_sample_title(path), _shortened(path.read_text(errors="replace"))) for path in chosen]
 
 

@@ -317,8 +317,10 @@ def diagnose_run(folder: RunFolder) -> RunDiagnosis:
     step = metrics[-1].step if metrics else 0
     lines = LinesRead()
     books = by_disk(
-        lambda: check_ledger(folder, metrics[-1] if metrics else None, lines), "the run's ledger",
-        counts_from=lambda: lines.newest, detail=lambda: str(lines),
+        lambda: check_ledger(folder, metrics[-1] if metrics else None, lines),
+        "the run's ledger",
+        counts_from=lambda: lines.newest,
+        detail=lambda: str(lines),
     )
 
     def rest() -> RunDiagnosis:

@@ -117,9 +117,7 @@ class AnswerLengths:
 
     def afresh(self, seed: int | None = None) -> AnswerLengths:
         """These lengths again from the start, so that two runs can have the same answers; with another seed, others of the same kind."""
-        return AnswerLengths(
-            self.description, self.recorded, self.p50, self.p99, self.max_tokens, self.seed if seed is None else seed
-        )
+        return AnswerLengths(self.description, self.recorded, self.p50, self.p99, self.max_tokens, self.seed if seed is None else seed)
 
     def next(self) -> int:
         if not self._ready:

@@ -22,9 +22,7 @@ from evenkeel.learner.hf.tensor_files import save_model
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names of GGUF whose conversion is compared with an independent one; Mistral's files are called llama, too."""
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens (tokenizer.ggml.token_type) that are looked for in a text before it is cut."""

@@ -160,9 +160,7 @@ def restore(
 # What a rank holds
 
 
-def _bound(
-    chunks: Sequence[DistributedDataParallel], hf_config: Any, placement: Placement
-) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
+def _bound(chunks: Sequence[DistributedDataParallel], hf_config: Any, placement: Placement) -> Iterator[tuple[Rule, torch.nn.Parameter]]:
     for chunk in chunks:
         yield from convert.bind(unwrap(chunk), family_of(hf_config), placement.expert_rank)
 

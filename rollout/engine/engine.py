@@ -496,7 +496,7 @@ class RolloutEngine:
         async with self._updating:
             self._process.raise_if_lost()
             if self._dirty is not None and self.config.tensor_parallel > 1:
-                mode = "retract"                                    # its ranks may differ in what they have cached: that goes
+                mode = "retract"  # its ranks may differ in what they have cached: that goes
             phase = f"weight update v{self._version} -> v{version}, {mode}"
             try:
                 await self._prepare(transfer, check, phase)
@@ -516,7 +516,7 @@ class RolloutEngine:
         try:
             await asyncio.wait_for(transfer.prepare(), deadline_s)
             if check.is_empty:
-                check.finish()                                      # an iterator without a single bucket
+                check.finish()  # an iterator without a single bucket
         except TimeoutError as error:
             said = f"{self.name}: {phase}: the weights were not there in {deadline_s:g} s; {self._state}"
             raise DeadlineExceeded(said, what=f"{self.name}: {phase}", seconds=deadline_s) from error
@@ -571,7 +571,7 @@ class RolloutEngine:
             try:
                 await self._process.wait(step(self._manager), self.config.deadlines.control_s, "close a failed weight update", keep=True)
             except SyncError:
-                continue                                            # no session was open: the update failed before it began
+                continue  # no session was open: the update failed before it began
             except EvenkeelError as second:
                 self._process.declare_lost(f"a weight update failed ({error}), and so did closing it ({second})")
                 raise
@@ -709,7 +709,7 @@ def trajectory_of(
         )
     reason = FinishReason((meta.get("finish_reason") or {"type": "abort"})["type"])
     is_aborted = reason is FinishReason.ABORT
-    wants_routes = experts is not None and not is_aborted      # an aborted request may not have been read at all
+    wants_routes = experts is not None and not is_aborted  # an aborted request may not have been read at all
     found = Trajectory(
         prompt_id=prompt_id,
         prompt_ids=ids_of(prompt_ids),

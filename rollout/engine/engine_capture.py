@@ -51,7 +51,7 @@ def engine_arguments(folder: Path, layers: int, norms: Mapping[str, str]) -> dic
         }
         for module, place in modules.items()
     ]
-    return {"forward_hooks": hooks, "disable_cuda_graph": True}     # a replayed graph calls no hooks
+    return {"forward_hooks": hooks, "disable_cuda_graph": True}  # a replayed graph calls no hooks
 
 
 def hook(config: dict[str, Any]) -> Any:
@@ -116,7 +116,7 @@ class _Recorder:
         if name == "attention":
             self._keep(place._replace(operator="rotary_q"), inputs[0])
             self._keep(place._replace(operator="rotary_k"), inputs[1])
-        self._keep(place, first if isinstance(first, Tensor) else first.partial)    # a sum over ranks that is still to be taken
+        self._keep(place, first if isinstance(first, Tensor) else first.partial)  # a sum over ranks that is still to be taken
 
     def _keep(self, place: OperatorPlace, values: Tensor) -> None:
         self._values[place] = values.detach().to("cpu", copy=True)

@@ -167,7 +167,7 @@ class EngineProcess:
                 self._strangers = set(psutil.Process().children(recursive=True))
                 built = _build_engine(free_ports(self._config.attention_data_parallel) | arguments)
             atexit.register(self._end_processes)
-        except BaseException as error:                              # SystemExit too: SGLang raises it for bad arguments
+        except BaseException as error:  # SystemExit too: SGLang raises it for bad arguments
             failure: BaseException = error
             if not isinstance(error, EvenkeelError):
                 said = last_error.read(self._last_error) or str(error)
@@ -181,18 +181,16 @@ class EngineProcess:
     def _environment(self) -> dict[str, str]:
         on_cpu = self._config.resolved_device == "cpu"
         # Not validated again: a capture's engine has arguments of SGLang that a recipe may not name.
-        settings = PluginSettings.model_construct(
-            engine_id=self._engine_id, last_error=str(self._last_error), engine=self._config
-        )
+        settings = PluginSettings.model_construct(engine_id=self._engine_id, last_error=str(self._last_error), engine=self._config)
         environment = {VARIABLE: settings.as_variable(), _MODELS: os.environ.get(_MODELS, served_models.__name__)}
         if self._config.log_level == "error":
-            environment |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}    # dozens of lines about kernels that a CPU has no use for
-        if self._config.batch_invariant:                                # scores by log_softmax, as sampled tokens have theirs
+            environment |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}  # dozens of lines about kernels that a CPU has no use for
+        if self._config.batch_invariant:  # scores by log_softmax, as sampled tokens have theirs
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"
         if on_cpu:
-            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"               # stays: the owner's half of SGLang asks for it later, too
+            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # stays: the owner's half of SGLang asks for it later, too
             if not self._config.engine_args.get("enable_torch_compile"):
-                environment["TORCHDYNAMO_DISABLE"] = "1"            # functions that only GPUs need; to mark them loads the whole compiler
+                environment["TORCHDYNAMO_DISABLE"] = "1"  # functions that only GPUs need; to mark them loads the whole compiler
             environment |= {name: os.environ.get(name, value) for name, value in KEPT_KERNELS.items()}  # ray.env of the user's wins
             environment["OMP_NUM_THREADS"] = str(self._config.threads)
             # Ranks look one after the other at what is free; on a CPU that is the host's memory, which others take and free meanwhile.
@@ -244,7 +242,7 @@ class EngineProcess:
                     process.kill()
             psutil.wait_procs(living, timeout=max(0.0, deadline - time.monotonic()))
         self._last_error.unlink(missing_ok=True)
-        multiprocessing.active_children()                           # its side effect: ended children are reaped
+        multiprocessing.active_children()  # its side effect: ended children are reaped
 
 
 def _command(process: psutil.Process) -> str:
@@ -253,9 +251,9 @@ def _command(process: psutil.Process) -> str:
 
 def _build_engine(arguments: dict[str, Any]) -> Any:
     # Python's signal.signal works in the main thread only; the C library's works anywhere.
-    ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))    # 1 is SIG_IGN
-    sglang_plugin.platform()                                        # SGLang would ask for it only after some imports that need it
-    warnings.filterwarnings("ignore", module=r"sglang\.")           # in this process: about kernels, as in the children
+    ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(1))  # 1 is SIG_IGN
+    sglang_plugin.platform()  # SGLang would ask for it only after some imports that need it
+    warnings.filterwarnings("ignore", module=r"sglang\.")  # in this process: about kernels, as in the children
     policy = asyncio.get_event_loop_policy()
     with gc_paused(), unimportable(sglang_plugin.UNUSED):
         from sglang.srt.entrypoints.engine import Engine
@@ -270,7 +268,7 @@ def _build_engine(arguments: dict[str, Any]) -> Any:
             return [], []
 
     engine = IdsOnly(**arguments)
-    asyncio.set_event_loop_policy(policy)                           # SGLang's import makes uvloop the policy of the whole process
+    asyncio.set_event_loop_policy(policy)  # SGLang's import makes uvloop the policy of the whole process
     atexit.unregister(engine.shutdown)
     manager = engine.tokenizer_manager
     manager._subprocess_watchdog.stop()

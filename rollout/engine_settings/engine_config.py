@@ -197,7 +197,7 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _refuse_float32_on_gpus(self) -> EngineConfig:
-        if self.device == "cuda" and self.dtype == "float32":           # what is auto is decided later, and looked at again
+        if self.device == "cuda" and self.dtype == "float32":  # what is auto is decided later, and looked at again
             raise ValueError(_NO_FLOAT32)
         return self
 
@@ -305,9 +305,7 @@ class EngineConfig(Settings):
         has_own = self.attention_backend is None and not self.batch_invariant and self.attention_data_parallel == 1
         return self.resolved_device == "cpu" and has_own
 
-    def sglang_arguments(
-        self, model_folder: str, version: int, *, has_weights: bool = True, has_experts: bool = False
-    ) -> dict[str, Any]:
+    def sglang_arguments(self, model_folder: str, version: int, *, has_weights: bool = True, has_experts: bool = False) -> dict[str, Any]:
         """Keyword arguments for sglang.Engine, of settings whose device, types and context are decided.
 
         Args:
@@ -324,9 +322,9 @@ class EngineConfig(Settings):
             "max_running_requests": self.max_running_requests,
             "context_length": self.resolved_context,
             "disable_radix_cache": not self.prefix_cache,
-            "sampling_backend": "pytorch",                          # rollout.sglang_plugin.seeded_sampler answers to this name
+            "sampling_backend": "pytorch",  # rollout.sglang_plugin.seeded_sampler answers to this name
             "skip_tokenizer_init": True,
-            "sleep_on_idle": True,                                  # an idle scheduler would spin, and take a core from the learner
+            "sleep_on_idle": True,  # an idle scheduler would spin, and take a core from the learner
             "weight_version": str(version),
             "log_level": self.log_level,
         }
@@ -335,7 +333,7 @@ class EngineConfig(Settings):
                 "attention_backend": "torch_native" if self.attention_backend in (None, "stock") else self.attention_backend,
                 "grammar_backend": "none",
                 "disable_cuda_graph": True,
-                "disable_overlap_schedule": True,                   # overlap hides the GPU's time; here it is a step too many a request
+                "disable_overlap_schedule": True,  # overlap hides the GPU's time; here it is a step too many a request
                 "max_total_tokens": self.max_total_tokens,
             }
         else:
@@ -363,6 +361,6 @@ class EngineConfig(Settings):
             "mem_fraction_static": self.memory_fraction,
         }
         arguments = {name: value for name, value in optional.items() if value is not None} | (_RUNNER if has_experts else {})
-        if self.gpu_share < 1:                                      # the plugin sizes the cache; SGLang wants a value
+        if self.gpu_share < 1:  # the plugin sizes the cache; SGLang wants a value
             arguments |= _OF_A_SHARE | {"mem_fraction_static": self.memory_fraction or self.gpu_share}
         return arguments

@@ -105,9 +105,9 @@ def environment_of_ranks(ranks: int, processors: Sequence[int]) -> dict[str, str
 
     Args: processors: of the machine, that the engine may use; none on GPUs.
     """
-    variables = {"SYNC_TOKEN_IDS_ACROSS_TP": "1"}   # ranks with different tokens, by a last bit, would wait for each other for ever
-    if processors:                                  # without this SGLang wants a NUMA node for each rank
+    variables = {"SYNC_TOKEN_IDS_ACROSS_TP": "1"}  # ranks with different tokens, by a last bit, would wait for each other for ever
+    if processors:  # without this SGLang wants a NUMA node for each rank
         shares = [processors[rank * len(processors) // ranks :][: max(1, len(processors) // ranks)] for rank in range(ranks)]
-        variables["TORCH_COMPILE_DISABLE"] = "1"     # SGLang compiles the lookup in an embedding's part: a minute of the first request
+        variables["TORCH_COMPILE_DISABLE"] = "1"  # SGLang compiles the lookup in an embedding's part: a minute of the first request
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return variables

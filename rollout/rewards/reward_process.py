@@ -90,7 +90,7 @@ def serve(connection: socket.socket, spec: dict[str, Any]) -> None:
     _send(connection, {"ready": True})
     while (request := _receive(connection)) is not None:
         completions, shared = request.pop("completions"), pickle.dumps(request)
-        for completion in completions:                              # each meets the metadata as they came, whatever a scorer does to them
+        for completion in completions:  # each meets the metadata as they came, whatever a scorer does to them
             _send(connection, score_request(score, {**pickle.loads(shared), "completion": completion}))
 
 
@@ -106,7 +106,7 @@ def _restore_environment(python_path: str | None) -> None:
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel for SIGKILL at the death of the thread that started this process (Linux; elsewhere the closed socket ends it)."""
     signal_at_parents_death(signal.SIGKILL)
-    if os.getppid() != parent_pid:      # it died before the kernel was asked
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
         os._exit(1)
 
 
@@ -220,7 +220,7 @@ def create_reasoning_gym(name: str, options: dict[str, Any], *, seed: int, size:
     """A reasoning-gym data set; the options are those of its own config class."""
     import reasoning_gym
 
-    if name == "composite":      # the only one whose options are objects
+    if name == "composite":  # the only one whose options are objects
         from reasoning_gym.composite import DatasetSpec
 
         options = {**options, "datasets": [DatasetSpec(**spec) for spec in options.get("datasets", [])]}
@@ -254,9 +254,10 @@ def _math_verify(spec: dict[str, Any]) -> Scorer:
     """
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)      # it warns in each process that its timeouts are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns in each process that its timeouts are off
+
     def read(answer: str) -> Any:
-        is_marked_up = re.search(r"(?<!\\)\$|\\boxed", answer)      # an escaped dollar is money, not the start of a formula
+        is_marked_up = re.search(r"(?<!\\)\$|\\boxed", answer)  # an escaped dollar is money, not the start of a formula
         return parse(answer if is_marked_up else f"\\boxed{{{answer}}}", parsing_timeout=None)
 
     def score(request: dict[str, Any]) -> float:
@@ -267,7 +268,7 @@ def _math_verify(spec: dict[str, Any]) -> Scorer:
         rounding = spec["float_rounding"]
         return float(any(verify(one, found, float_rounding=rounding, timeout_seconds=None) for one in references))
 
-    score({"answer": "1/2", "completion": "0.5"})     # the first call compiles grammars, which the first completion should not pay for
+    score({"answer": "1/2", "completion": "0.5"})  # the first call compiles grammars, which the first completion should not pay for
     return score
 
 
@@ -442,7 +443,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes | None:
 
 if __name__ == "__main__":
     code = main(*map(int, sys.argv[1:]))
-    if code < 0:      # as the scorer ended
+    if code < 0:  # as the scorer ended
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
     sys.exit(code)

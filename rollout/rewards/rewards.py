@@ -81,7 +81,7 @@ class RewardPool:
         self._config = config
         spec = reward_specification(config, task) | {"python_path": os.environ.get("PYTHONPATH")}
         self._processes = [_ScoringProcess(spec, config.start_deadline_s) for _ in range(config.processes)]
-        self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()      # first in, first out: a fresh process gets time to import
+        self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()  # first in, first out: a fresh process gets time to import
         for process in self._processes:
             self._idle.put_nowait(process)
 
@@ -259,7 +259,7 @@ class _ScoringProcess:
         except OSError as error:
             self.kill()
             raise _refused(error) from error
-        except BaseException:      # cancelled: the socket is closed then
+        except BaseException:  # cancelled: the socket is closed then
             self.kill()
             raise
         reply = await self._reply("ready", self._start_deadline_s, "its imports", "rollout.reward.start_deadline_s")
@@ -308,7 +308,7 @@ class _ScoringProcess:
                 threading.Thread(target=_see_to_its_end, args=(self._child,), daemon=True).start()
         self._unwatch()
         if self._streams is not None:
-            self._streams[1].transport.abort()      # closes the socket, too
+            self._streams[1].transport.abort()  # closes the socket, too
         elif self._socket is not None:
             self._socket.close()
         self._child = self._socket = self._streams = None
@@ -342,7 +342,7 @@ class _ScoringProcess:
                 if self._child is child:
                     self._restart()
             raise RewardCallError(f"the scoring process died at {what} ({exit_code})") from None
-        except BaseException:      # cancelled: the answer to this request must not be taken for the next one's
+        except BaseException:  # cancelled: the answer to this request must not be taken for the next one's
             self.kill()
             raise
 

@@ -69,7 +69,7 @@ class AttentionKernel:
         rows = len(query)
         if self._pool is None:
             attend(0, rows)
-        else:                                                       # ctypes lets other threads run meanwhile
+        else:  # ctypes lets other threads run meanwhile
             bounds = [rows * part // self._threads for part in range(self._threads + 1)]
             list(self._pool.map(attend, bounds[:-1], bounds[1:]))
         return out.to(query.dtype)

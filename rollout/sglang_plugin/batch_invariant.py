@@ -92,7 +92,7 @@ class BatchInvariantAttentionBackend(PlainAttentionBackend):
         self._save(k, v, layer, forward_batch, save_kv_cache)
         groups, size = layer.tp_k_head_num, layer.qk_head_dim
         pool, index = self.token_to_kv_pool, layer.layer_id
-        keys = self._running.extended("keys", index, k.view(-1, groups, size), pool.get_key_buffer(index))       # [B, G, L, D]
+        keys = self._running.extended("keys", index, k.view(-1, groups, size), pool.get_key_buffer(index))  # [B, G, L, D]
         values = self._running.extended("values", index, v.view(-1, groups, size), pool.get_value_buffer(index))
         query = q.reshape(len(keys), groups, -1, 1, size)
         return operators.attention(query, keys, values, self._bias, layer.scaling)[0].view(len(keys), -1)
@@ -101,7 +101,7 @@ class BatchInvariantAttentionBackend(PlainAttentionBackend):
         _require_plain(layer)
         self._save(k, v, layer, forward_batch, save_kv_cache)
         groups, size = layer.tp_k_head_num, layer.qk_head_dim
-        query = q.reshape(-1, groups, layer.tp_q_head_num // groups, size)              # [T, G, R, D]
+        query = q.reshape(-1, groups, layer.tp_q_head_num // groups, size)  # [T, G, R, D]
         out = torch.empty_like(query)
         buffers = [read(layer.layer_id) for read in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer)]
         start = 0
@@ -113,8 +113,8 @@ class BatchInvariantAttentionBackend(PlainAttentionBackend):
         ):
             slots = self.req_to_token_pool.req_to_token[request, : cached + new]
             padded = torch.cat([slots, slots[:1].expand(operators.whole_blocks(cached + new) - len(slots))])
-            keys, values = (gather(buffer, padded).transpose(0, 1)[None].contiguous() for buffer in buffers)     # [1, G, L, D]
-            rows = query[start : start + new].movedim(0, 2)[None]                                    # [1, G, R, new, D]
+            keys, values = (gather(buffer, padded).transpose(0, 1)[None].contiguous() for buffer in buffers)  # [1, G, L, D]
+            rows = query[start : start + new].movedim(0, 2)[None]  # [1, G, R, new, D]
             attended, _ = operators.causal_attention(rows, keys, values, layer.scaling, first=cached)
             out[start : start + new] = attended[0].movedim(2, 0)
             start += new

@@ -103,7 +103,7 @@ class RunningCache:
         """Copy from the paged cache, a key head's row at a time: each head's keys then lie together, which the attention reads fastest."""
         groups, size = buffer.shape[1:]
         heads = torch.arange(groups, device=buffer.device, dtype=self._slots.dtype)[None, :, None]
-        rows = self._slots[:, None, : padded.shape[2]] * groups + heads                          # [B, G, tokens]
+        rows = self._slots[:, None, : padded.shape[2]] * groups + heads  # [B, G, tokens]
         if padded.dtype == buffer.dtype:
             torch.index_select(buffer.view(-1, size), 0, rows.flatten(), out=padded.view(-1, size))
         else:

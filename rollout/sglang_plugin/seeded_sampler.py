@@ -139,7 +139,7 @@ class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
         if sampling_info.is_any_greedy:
             token_ids = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), token_ids)
         token_ids = token_ids.to(torch.int32)
-        self._sync_token_ids_across_tp(token_ids, sampling_info)     # before logprobs: they are of the token that all ranks take
+        self._sync_token_ids_across_tp(token_ids, sampling_info)  # before logprobs: they are of the token that all ranks take
         if return_logprob:
             result = self.output_logprob_processor.compute_logprobs(logprobs, top_logprobs_nums, token_ids_logprobs, token_ids)
             result.write_output_to(logits_output)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 __version__ = "0.0.0+evenkeel.stand.in"
-__path__: list[str] = []    # a package: submodules can be imported
+__path__: list[str] = []  # a package: submodules can be imported
 
 
 class Absent:

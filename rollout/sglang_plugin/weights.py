@@ -50,7 +50,7 @@ def register() -> None:
             return original(checker, action, *args, **kwargs)
         try:
             texts = answers[action](checker)
-        except Exception as error:                                  # SGLang collects from all ranks next, and would wait for this one
+        except Exception as error:  # SGLang collects from all ranks next, and would wait for this one
             logger.exception("%s", action)
             texts = {FAILURE: f"{type(error).__name__}: {error}"}
         return _answer(checker, texts, **kwargs)
@@ -62,7 +62,7 @@ def _answer(checker: Any, texts: dict[str, str], **kwargs: Any) -> dict[str, Any
     """What SGLang's request carries back: some texts by name."""
     return {
         "checksums": texts,
-        "per_gpu_checksum": "",                                     # SGLang's field for the whole; the caller compares tensor by tensor
+        "per_gpu_checksum": "",  # SGLang's field for the whole; the caller compares tensor by tensor
         "parallelism_info": checker._parallelism_info(role=kwargs["role"]).model_dump(),
     }
 
@@ -80,7 +80,7 @@ def held_parts(model: nn.Module) -> Iterator[Held]:
     modules, config = dict(model.named_modules()), model.config
     kind: str = config.model_type  # type: ignore[union-attr,assignment]  # every model of SGLang's has its Hugging Face config
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "_skip_weight_check", False):         # a float8 cache's scales, SGLang's own: files have none
+        if getattr(parameter, "_skip_weight_check", False):  # a float8 cache's scales, SGLang's own: files have none
             continue
         module_name, _, leaf = name.rpartition(".")
         yield from _unfused(modules[module_name], module_name, leaf, parameter.data, kind)
@@ -88,7 +88,7 @@ def held_parts(model: nn.Module) -> Iterator[Held]:
 
 def _unfused(module: nn.Module, module_name: str, leaf: str, tensor: Tensor, kind: str) -> Iterator[Held]:
     parent = module_name.rpartition(".")[0]
-    block = BLOCK if leaf == f"weight{SCALE_SUFFIX}" else 1          # rows of the matrix that share a row here
+    block = BLOCK if leaf == f"weight{SCALE_SUFFIX}" else 1  # rows of the matrix that share a row here
     if isinstance(module, QKVParallelLinear):
         yield from _query_key_value(module, parent, leaf, tensor, block)
     elif isinstance(module, MergedColumnParallelLinear):
@@ -102,7 +102,7 @@ def _unfused(module: nn.Module, module_name: str, leaf: str, tensor: Tensor, kin
                 yield f"{parent}.{name}.{leaf}", rows, part
     elif isinstance(module, FusedMoE):
         yield from _experts(module, module_name, leaf, tensor, EXPERT_PARTS.get(kind, (*GATE_AND_UP, "down_proj")))
-    elif isinstance(module, VocabParallelEmbedding):                # rows beyond the vocabulary are SGLang's padding
+    elif isinstance(module, VocabParallelEmbedding):  # rows beyond the vocabulary are SGLang's padding
         first, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
         yield f"{module_name}.{leaf}", tensor[: end - first], _part(0, first, end - first, module.org_vocab_size)
     elif isinstance(module, ColumnParallelLinear) or (isinstance(module, RowParallelLinear) and tensor.ndim == 2):
@@ -161,6 +161,7 @@ def _experts(module: Any, module_name: str, leaf: str, tensor: Tensor, names: tu
 
 
 # What one rank of an engine has loaded, and what it has under way: SGLang answers for all of them with the result of the first.
+
 
 class RankReceipts:
     """What this scheduler process has loaded since the weight update began."""

@@ -210,7 +210,7 @@ class ReasoningGymSource:
         """The data set object of the first seed with which it can be made, or what the last one raised: many make all entries at once."""
         for attempt in range(_SEEDS):
             key = f"{self._config.seed}/{stream}/{chunk}{f'/{attempt}' * (attempt > 0)}".encode()
-            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % 2**31      # numpy's seeds end at 2**32
+            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % 2**31  # numpy's seeds end at 2**32
             try:
                 return create_reasoning_gym(self._config.dataset, self._config.options, seed=seed, size=_POSITIONS * _CANDIDATES)
             except _OF_THE_MACHINE:

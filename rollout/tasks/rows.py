@@ -285,7 +285,7 @@ class RowSource:
 
 def _smallest_hashes(questions: Sequence[Question], size: int, fraction: float) -> tuple[Question, ...]:
     """The distinct questions with the smallest hashes, at most `size` and at most that fraction of all (but one at least)."""
-    distinct = {text_key(question.text): question for question in reversed(questions)}      # the first of equals stays
+    distinct = {text_key(question.text): question for question in reversed(questions)}  # the first of equals stays
     by_hash = sorted(distinct, key=hash_share)
     return tuple(distinct[key] for key in by_hash[: min(size, max(1, int(fraction * len(by_hash))))])
 

@@ -1,7 +1,7 @@
 """Memory of a process that packs a batch, corrects it and looks at it, as the correction service does.
 
-    python -m tests.actors.service_memory bytes TOKENS  # held and at most, a token
-    python -m tests.actors.service_memory pages TOKENS  # that nine more batches are given, a thousand tokens
+python -m tests.actors.service_memory bytes TOKENS  # held and at most, a token
+python -m tests.actors.service_memory pages TOKENS  # that nine more batches are given, a thousand tokens
 """
 
 from __future__ import annotations

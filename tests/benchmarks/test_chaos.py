@@ -151,7 +151,8 @@ def test_books_that_differ_are_named() -> None:
     calm = RunBooks(2, 2, (4, 4), 0, 4, 12, ())
     assert RunBooks(2, 2, (4, 4), 3, 2, 13, ()).differs_from(calm) == [], "what was discarded, and what is under way, may differ"
     assert RunBooks(2, 2, (4, 3), 0, 4, 11, ()).differs_from(calm) == [
-        "groups trained: 7 instead of the undisturbed run's 8", "groups by step: (4, 3) instead of the undisturbed run's (4, 4)",
+        "groups trained: 7 instead of the undisturbed run's 8",
+        "groups by step: (4, 3) instead of the undisturbed run's (4, 4)",
     ]
 
 

@@ -49,7 +49,7 @@ def test_minimal_mask_blocks_what_pushes_likely_tokens_down_by_half() -> None:
 
 
 def test_minimal_mask_on_the_recomputed_policy_looks_at_another_gap() -> None:
-    """"Mask-0.5-Recompute": prox 0.6 -> theta 0.3 is 0.3 only, while mu 0.9 -> 0.3 is 0.6; and the other way round."""
+    """ "Mask-0.5-Recompute": prox 0.6 -> theta 0.3 is 0.3 only, while mu 0.9 -> 0.3 is 0.6; and the other way round."""
     rows = [(0.9, 0.6, 0.3, -1.0), (0.6, 0.9, 0.3, -1.0)]
     recompute = {"preset": "minimal-mask", "proximal": "recompute", "objective": {"gate": {"ratio": "r"}}}
     assert gradients({"preset": "minimal-mask"}, rows) == pytest.approx([0, 0.5])

@@ -316,7 +316,7 @@ def test_without_a_start_mismatch_is_held_against_what_is_usual_for_the_setting(
 
 def test_a_start_below_the_level_counts_more_than_the_level():
     """A start at 0.002 that doubles to 0.0046 is a watch by itself; a start above the level stays an alarm however steady it is."""
-    setting = MonitorConfig(setting="float8_blocks")    # alarm at 0.004
+    setting = MonitorConfig(setting="float8_blocks")  # alarm at 0.004
     doubled = run(lambda step: {"mismatch_k3_kl": 0.002 * (2.3 if step > 50 else 1)}, monitor=Monitor(setting))
     assert [e.state for e in doubled] == [State.WATCH]
     steady = Monitor(setting)

@@ -79,9 +79,7 @@ def test_nothing_waits_for_a_proximal_policy_that_is_not_recomputed() -> None:
 
 def test_a_late_factor_with_another_term_is_an_obstacle() -> None:
     """The factor would scale the KL penalty too; settled early, it is in the policy's weights alone."""
-    config = CorrectionConfig(
-        importance={"mode": "truncate", "upper": 2.0}, normalize={"population": "all"}, kl={"coefficient": 0.1}
-    )
+    config = CorrectionConfig(importance={"mode": "truncate", "upper": 2.0}, normalize={"population": "all"}, kl={"coefficient": 0.1})
     assert fold_obstacle(config, is_deferred=False) is None
     assert "would also scale the KL" in (fold_obstacle(config, is_deferred=True) or "")
     assert fold_obstacle(config.model_copy(update={"kl": config.kl.model_copy(update={"coefficient": 0.0})}), is_deferred=True) is None

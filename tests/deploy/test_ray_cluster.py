@@ -127,5 +127,3 @@ def test_its_shared_memory_holds_what_a_node_keeps_there() -> None:
 def test_the_autoscaled_type_grows() -> None:
     kind = content(CLOUD)["available_node_types"]["rollout"]
     assert 0 < kind["min_workers"] < kind["max_workers"]
-
-

@@ -14,7 +14,7 @@ from tests.e2e.launch import Run
 
 EXACT = [
     "true_on_policy=true",
-    "dynamic_sampling=true",                        # which groups fill a batch must not depend on which are finished first
+    "dynamic_sampling=true",  # which groups fill a batch must not depend on which are finished first
     "rollout.reward.path=e2e_reward:even_vowels",
     "evaluation.temperature=1.0",
     "metrics.trajectories_per_step=4",
@@ -63,5 +63,5 @@ def assert_same(run: Run, reference: Run, *, evaluations: int) -> None:
     found, expected = what_happened(run), what_happened(reference)
     assert len(expected["answers"]) >= len(expected["steps"]) + evaluations
     found["answers"] = {name: text for name, text in found["answers"].items() if name in expected["answers"]}
-    for name in ("prompts", "answers", "steps", "weights"):         # in the order in which one thing leads to the other
+    for name in ("prompts", "answers", "steps", "weights"):  # in the order in which one thing leads to the other
         assert found[name] == expected[name], name

@@ -23,8 +23,17 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # Few steps make the start and the level, and any sure growth to 3 times is an alarm: with the learning rate the gap between sampling and
 # training grows all along, so the scatter of the start, which it makes, counts for little here.
-THRESHOLDS = ["skip_steps=1", "baseline_steps=8", "level_steps=3", "trend_steps=8", "watch_growth=2", "alarm_growth=3",
-              "watch_deviations=0.1", "alarm_deviations=0.1", "patience=1"]
+THRESHOLDS = [
+    "skip_steps=1",
+    "baseline_steps=8",
+    "level_steps=3",
+    "trend_steps=8",
+    "watch_growth=2",
+    "alarm_growth=3",
+    "watch_deviations=0.1",
+    "alarm_deviations=0.1",
+    "patience=1",
+]
 RISING_RATE = ["learner.learning_rate=0.1", "learner.warmup_steps=60"]
 START = ["steps=100", *RISING_RATE, "checkpoint.every_steps=0", "correction.importance.upper=1.02"]
 ACTIONS = {

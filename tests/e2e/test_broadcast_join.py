@@ -70,9 +70,7 @@ class Worker:
 def own_ray() -> Iterator[None]:
     environment = {"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}}
     folder = tempfile.mkdtemp(prefix="ek-")
-    ray.init(
-        num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False, _temp_dir=folder, runtime_env=environment
-    )
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False, _temp_dir=folder, runtime_env=environment)
     yield
     leave_ray()
 

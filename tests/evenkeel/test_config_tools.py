@@ -99,7 +99,7 @@ def problem(recipe: Path | None, *overrides: str) -> str:
 def test_overrides_lie_over_the_recipe_and_the_recipe_over_defaults(recipe: Path) -> None:
     run = load_config(Run, recipe, ["rollout.workers=3", "data=rows.jsonl", "steps=7", "steps=8"])
     assert (run.rollout.workers, run.rollout.samples_per_group, run.steps, run.data) == (3, 8, 8, Path("rows.jsonl"))
-    assert run.rate == 5e-5    # a plain YAML 1.1 reader takes 5e-5 for text
+    assert run.rate == 5e-5  # a plain YAML 1.1 reader takes 5e-5 for text
 
 
 def test_a_recipe_is_not_needed() -> None:
@@ -135,10 +135,10 @@ def test_an_optional_tagged_section_can_be_set(recipe: Path) -> None:
     [
         ("rollout.wokers", "rollout.workers"),
         ("rolout", "rollout"),
-        ("samples_per_group", "rollout.samples_per_group"),    # right word, wrong section
+        ("samples_per_group", "rollout.samples_per_group"),  # right word, wrong section
         ("objective.lo", "objective.low"),
         ("rejection.0.uper", "rejection.N.upper"),
-        ("colours", "rollout.colour"),    # nearly the right word, in another section
+        ("colours", "rollout.colour"),  # nearly the right word, in another section
         ("wibble", ""),
     ],
 )
@@ -314,7 +314,7 @@ def test_explain_lists_every_key_with_type_default_and_meaning() -> None:
     assert lines["gate", ""].type == "section, kind: clip | score | null"
     assert lines["limit", ""].type == "int > 2 | null"
     assert "rollout.workers: int > 0 = 1\n    Engines." in explain(Run)
-    assert "objective.kind" not in explain(Run)    # the section's own line has it
+    assert "objective.kind" not in explain(Run)  # the section's own line has it
     assert "learner.threads: int >= 1 and <= 1024 = 1\n" in (text := explain(RunConfig, "learner"))
     assert "learner.dtype: auto | float32 | bfloat16 | float16 = auto   [derived in a run unless it is given]\n" in text
 

@@ -1,10 +1,10 @@
 """python -m tests.failures.table: run the tests that measure what a fault costs, and make a table of it.
 
-    python -m tests.failures.table --write docs/reliability.md      runs them first, some 35 minutes on two cores; a test that is skipped
-                                                                    measures nothing, and the page stays as it is
-    python -m tests.failures.table --measured FILE                  from what a run of tests with EVENKEEL_FAILURES=FILE has left
-    python -m tests.failures.table --measured FILE --write docs/reliability.md --keep
-                                                                    ... of some of the tests: the page's other rows stay
+python -m tests.failures.table --write docs/reliability.md      runs them first, some 35 minutes on two cores; a test that is skipped
+                                                                measures nothing, and the page stays as it is
+python -m tests.failures.table --measured FILE                  from what a run of tests with EVENKEEL_FAILURES=FILE has left
+python -m tests.failures.table --measured FILE --write docs/reliability.md --keep
+                                                                ... of some of the tests: the page's other rows stay
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def recipe(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.setattr("evenkeel.training.Cluster", BrokenCluster)
     path = tmp_path / "recipe.yaml"
     text = RECIPE.read_text().replace("set-by-the-test", str(model)) + f"run_dir: {tmp_path / 'run'}\n"
-    path.write_text(text.replace("{kind: function, path: \"e2e_reward:vowels\", processes: 1}", "{kind: reasoning_gym}"))
+    path.write_text(text.replace('{kind: function, path: "e2e_reward:vowels", processes: 1}', "{kind: reasoning_gym}"))
     return path
 
 
@@ -82,9 +82,7 @@ def test_an_error_is_printed_once(recipe: Path, capsys: pytest.CaptureFixture[st
     assert (printed.out + printed.err + said).count(REASON) == 1
 
 
-def test_an_error_after_a_checkpoint_names_the_command_that_goes_on(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_after_a_checkpoint_names_the_command_that_goes_on(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     fails("train", str(recipe))
 
@@ -98,9 +96,7 @@ def test_an_error_after_a_checkpoint_names_the_command_that_goes_on(
     assert fails("train", "--resume", str(run)) == f"evenkeel: {REASON}\nto go on: evenkeel train --resume {run}"
 
 
-def test_a_wait_that_ends_a_run_is_among_those_that_the_doctor_names(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_that_ends_a_run_is_among_those_that_the_doctor_names(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not it has given notice."""
     what = "start of Ray <- this machine"
     said = f"{what}: not done in 75 s; the deadline is set under deadlines"
@@ -141,7 +137,8 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
         log.warning(WaitNotice("an engine", 300))
     observer.close()
     assert [(event.level, event.text, event.notice) for event in folder.read_events()] == [
-        ("info", "an engine is up", None), ("warning", "waiting 300 s for an engine", WaitNotice("an engine", 300)),
+        ("info", "an engine is up", None),
+        ("warning", "waiting 300 s for an engine", WaitNotice("an engine", 300)),
     ]
     printed = capsys.readouterr()
     assert printed.out.splitlines() == ["x", "an engine is up", "warning: waiting 300 s for an engine"] and printed.err == ""

@@ -50,9 +50,7 @@ def test_every_family_is_compared() -> None:
 
 
 @pytest.mark.parametrize(("family", "tie", "shape"), [(*one, {}) for one in FAMILIES] + [(name, False, shape) for name, shape in OPTIONS])
-def test_logits_equal_hugging_face(
-    tmp_path: Path, family: str, tie: bool, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_equal_hugging_face(tmp_path: Path, family: str, tie: bool, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron leaves its matrices unset, here NaN: whatever the folder didn't fill would be seen."""
     monkeypatch.setattr(model, "leave_unset", lambda weight: torch.nn.init.constant_(weight, torch.nan))
     folder = save_model(tmp_path / "m", family, tie=tie, **shape)

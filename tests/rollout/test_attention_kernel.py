@@ -14,7 +14,7 @@ from evenkeel.correction.errors import EngineError
 from evenkeel.rollout.sglang_plugin.attention_kernel import AttentionKernel, check_compiler
 
 SLOTS, REQUESTS, CONTEXT = 900, 5, 300
-SHAPES = [(4, 2, 48), (2, 2, 20), (8, 1, 64)]                       # query heads, key heads, head size
+SHAPES = [(4, 2, 48), (2, 2, 20), (8, 1, 64)]  # query heads, key heads, head size
 SCALE = 0.2
 
 
@@ -103,7 +103,7 @@ def test_threads_share_the_rows() -> None:
         torch.set_num_threads(3)
         shared = AttentionKernel(4, 2, 48, torch.float32)
         assert torch.equal(step.attended(shared), step.attended(alone))
-        assert torch.equal(step.attended(shared, slice(0, 2)), step.attended(alone, slice(0, 2)))       # fewer rows than threads
+        assert torch.equal(step.attended(shared, slice(0, 2)), step.attended(alone, slice(0, 2)))  # fewer rows than threads
     finally:
         torch.set_num_threads(threads)
 

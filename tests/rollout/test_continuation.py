@@ -51,9 +51,7 @@ def test_both_parts_are_one_answer() -> None:
 
 
 @pytest.mark.engine
-def test_answers_handed_back_are_continued_from_their_tokens(
-    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
-) -> None:
+def test_answers_handed_back_are_continued_from_their_tokens(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
     """60 answers of 300 tokens, and 10 more than the 64 places hold; new weights come, then the engine leaves. At the end of this test it
     stands for the next engine."""
     old, version = tiny_weights(tiny_model), engine.version

@@ -131,9 +131,7 @@ def test_samples_of_a_prompt_share_its_prefill(engine: RolloutEngine, engine_loo
     assert len({tuple(c.response_ids) for c in completions}) > 1
 
 
-def test_score_equals_a_forward_and_the_sampled_logprobs(
-    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
-) -> None:
+def test_score_equals_a_forward_and_the_sampled_logprobs(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
     prompt = prompts(1, 9, seed=5)[0]
     sampled = engine_loop.run(engine.generate(prompt, max_tokens=30, ignore_stop=True))[0]
     ids = [*prompt, *sampled.response_ids]

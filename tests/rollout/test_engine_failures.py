@@ -131,7 +131,7 @@ def test_samples_that_are_prefilled_in_parts_after_an_update(doomed: RolloutEngi
     spans = [[(span.version, span.end) for span in completion.version_spans] for completion in completions]
     assert all(new == (1, 250) for _, new in spans)
     assert all(old_end > 64 for (_, old_end), _ in spans), "the prefill after the update came in one part"
-    time.sleep(1.0)                                             # a scheduler looks after its memory as soon as it is idle
+    time.sleep(1.0)  # a scheduler looks after its memory as soon as it is idle
     assert len(engine_loop.run(engine.generate([5, 6, 7], max_tokens=4, ignore_stop=True))[0].response_ids) == 4
 
 
@@ -251,7 +251,7 @@ async def kill_while_everybody_waits(engine: RolloutEngine, folder: Path) -> Non
     update = asyncio.ensure_future(engine.update_weights(engine.version + 1, [WeightBucket.of(tiny_weights(folder))]))
     await asyncio.sleep(0.2)
     os.kill(scheduler, signal.SIGKILL)
-    async with asyncio.timeout(60.0):                           # far less than an update's or an answer's deadline
+    async with asyncio.timeout(60.0):  # far less than an update's or an answer's deadline
         for waiting in (request, update):
             with pytest.raises(EngineError, match=r"scheduler process .* ended"):
                 await waiting

@@ -100,9 +100,7 @@ def test_routes_of_a_request_that_an_update_found_under_way(
     assert len(differing_rows(hf_model(moe_folder), prompt, completion)) > 20, "the update must matter"
 
 
-def test_experts_under_their_own_names(
-    moe_engine: RolloutEngine, engine_loop: BackgroundLoop, moe_folder: Path, tmp_path: Path
-) -> None:
+def test_experts_under_their_own_names(moe_engine: RolloutEngine, engine_loop: BackgroundLoop, moe_folder: Path, tmp_path: Path) -> None:
     weights = tiny_weights(moe_folder)
     engine_loop.run(moe_engine.update_weights(moe_engine.version + 1, [WeightBucket.of(weights)]))
     assert engine_loop.run(moe_engine.weight_specs()) == {name: WeightSpec.of(name, tensor) for name, tensor in weights.items()}

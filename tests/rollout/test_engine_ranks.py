@@ -85,10 +85,7 @@ def test_what_divides_experts(groups: int, experts: int, width: int, on_cpu: boo
 
 def test_groups_of_ranks_share_the_requests() -> None:
     configs = (EngineConfig(device="cpu", tensor_parallel=4, attention_data_parallel=count) for count in (1, 2))
-    plain, groups = (
-        config.on_this_machine().with_context(64).sglang_arguments("folder", 0)
-        for config in configs
-    )
+    plain, groups = (config.on_this_machine().with_context(64).sglang_arguments("folder", 0) for config in configs)
     differing = {name: value for name, value in groups.items() if plain.get(name) != value}
     assert differing == {"dp_size": 2, "enable_dp_attention": True, "sleep_on_idle": False}
 

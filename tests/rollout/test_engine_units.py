@@ -75,7 +75,7 @@ def test_only_sums_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_checksum_sees_one_bit_and_nothing_else() -> None:
     tensor = torch.randn(64, 48)
-    same = torch.empty(48, 64).t().copy_(tensor)                    # other strides, same elements
+    same = torch.empty(48, 64).t().copy_(tensor)  # other strides, same elements
     assert not same.is_contiguous() and tensor_checksum(same) == tensor_checksum(tensor)
     next_float = tensor.clone()
     next_float.view(torch.int32)[63, 47] ^= 1
@@ -143,7 +143,7 @@ def test_reserved_and_unknown_settings_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"engine_args\.random_seed = 2: evenkeel sets this argument of SGLang itself; use seed"):
         EngineConfig(engine_args={"random_seed": 2})
     with pytest.raises(ValidationError, match="max_total_token"):
-        EngineConfig(max_total_token=5)                             # type: ignore[call-arg]
+        EngineConfig(max_total_token=5)  # type: ignore[call-arg]
 
 
 def test_update_check_follows_buckets() -> None:
@@ -186,10 +186,10 @@ def test_trajectory_reads_spans() -> None:
 @pytest.mark.parametrize(
     ("spans", "logprobs"),
     [
-        ([("3", 0, 2)], [-1.0] * 4),                                # the end is missing
-        ([("3", 0, 1), ("4", 2, 4)], [-1.0] * 4),                   # a gap
-        ([("3", 1, 4)], [-1.0] * 4),                                # the start is missing
-        ([("3", 0, 4)], [-1.0] * 3),                                # a logprob too few
+        ([("3", 0, 2)], [-1.0] * 4),  # the end is missing
+        ([("3", 0, 1), ("4", 2, 4)], [-1.0] * 4),  # a gap
+        ([("3", 1, 4)], [-1.0] * 4),  # the start is missing
+        ([("3", 0, 4)], [-1.0] * 3),  # a logprob too few
         ([("3", 0, 4)], [-1.0, float("nan"), -1.0, -1.0]),
     ],
 )

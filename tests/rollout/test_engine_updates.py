@@ -34,7 +34,7 @@ async def sample_across_an_update(
     """Start all requests, let them sample a while, replace the weights, and wait for all."""
     running = [asyncio.ensure_future(engine.generate(p, max_tokens=max_tokens, ignore_stop=True)) for p in asked]
     await some_tokens(engine)
-    await engine.update_weights(engine.version + 1, buckets_of(weights, 3), mode=mode)     # type: ignore[arg-type]
+    await engine.update_weights(engine.version + 1, buckets_of(weights, 3), mode=mode)  # type: ignore[arg-type]
     return [(await request)[0] for request in running]
 
 
@@ -48,7 +48,7 @@ def test_retracting_update_gives_each_token_its_own_versions_logprob(
     models = {version: hf_model(tiny_model, old), version + 1: hf_model(tiny_model, new)}
     of_the_others = dict.fromkeys(models, 0.0)
     for prompt, completion in zip(asked, sampled, strict=True):
-        assert len(completion.response_ids) == 500                     # no request was aborted or cut
+        assert len(completion.response_ids) == 500  # no request was aborted or cut
         assert [span.version for span in completion.version_spans] == [version, version + 1]
         assert completion.retractions == 1
         by_version = {v: response_logprobs(model, prompt, completion.response_ids) for v, model in models.items()}
@@ -152,7 +152,7 @@ def test_no_request_sees_a_prefix_of_older_weights(engine: RolloutEngine, engine
     ran, waited_or_ran, later = engine_loop.run(run())
     assert all([span.version for span in c.version_spans] == [version, version + 1] for c in ran)
     waited = [c for c in waited_or_ran if c.version_spans[0].version == version + 1]
-    assert len(waited) >= 15                                        # one of the 16 had a place to run in
+    assert len(waited) >= 15  # one of the 16 had a place to run in
     model = hf_model(tiny_model, new)
     for completion in [*waited[::5], later]:
         assert largest_difference(completion.behavior_logprobs, response_logprobs(model, prompt, completion.response_ids)) < TOLERANCE
@@ -203,12 +203,10 @@ def wrong_weights(weights: dict[str, Tensor]) -> dict[str, tuple[list[dict[str, 
     }
 
 
-@pytest.mark.parametrize("case", list(wrong_weights(dict.fromkeys(
-    ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"), torch.zeros(64, 64)
-))))
-def test_wrong_weights_are_refused_before_sending(
-    engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path, case: str
-) -> None:
+@pytest.mark.parametrize(
+    "case", list(wrong_weights(dict.fromkeys(("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"), torch.zeros(64, 64))))
+)
+def test_wrong_weights_are_refused_before_sending(engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path, case: str) -> None:
     version, weights = engine.version, tiny_weights(tiny_model)
     buckets, message = wrong_weights(weights)[case]
     with pytest.raises(SyncError, match=message):

@@ -69,7 +69,7 @@ def test_two_sequences_lie_end_to_end_with_their_values_at_their_own_tokens() ->
     assert batch.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 3 + [True]
     assert batch.behavior_logprobs.tolist() == [0, 0, 0, -0.5, -1.5, 0, 0, 0, -0.5]
     assert batch.weight_versions.tolist() == [-1, -1, -1, 3, 4, -1, -1, -1, 4]
-    assert batch.advantages.tolist() == [0.5] * 5 + [-0.5] * 4       # 1 and 0 less their mean
+    assert batch.advantages.tolist() == [0.5] * 5 + [-0.5] * 4  # 1 and 0 less their mean
     assert batch.group_ids.tolist() == [11, 11]
     assert (batch.learner_version, batch.temperature) == (5, 0.8)
     assert [t.dtype for t in (batch.token_ids, batch.behavior_logprobs, batch.weight_versions)] == [torch.int64, torch.float32, torch.int32]
@@ -103,7 +103,7 @@ def test_a_failed_trajectory_is_in_neither_baseline_nor_loss() -> None:
 
 
 def test_a_group_with_fewer_than_two_valid_trajectories_is_left_out() -> None:
-    alone = group(1, trajectory(1.0), trajectory(None, error="raised"), trajectory(1.0, 0))      # no token: not valid either
+    alone = group(1, trajectory(1.0), trajectory(None, error="raised"), trajectory(1.0, 0))  # no token: not valid either
     full = group(2, trajectory(1.0), trajectory(0.0))
     assert (alone.is_trainable, full.is_trainable) == (False, True)
     batch = pack(alone, full)
@@ -134,7 +134,7 @@ def test_overlong_train_takes_the_cut_answer_like_any_other() -> None:
 
 def test_overlong_mask_keeps_the_cut_answer_in_the_baseline_and_out_of_the_loss() -> None:
     batch = pack(group(1, trajectory(1.0), CUT), overlong=MaskOverlong())
-    assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5]      # alone it would be 0
+    assert batch.advantages[batch.offsets[:-1]].tolist() == [0.5]  # alone it would be 0
     assert int(batch.loss_mask.sum()) == 2
 
 
@@ -157,12 +157,12 @@ def test_overlong_penalise_lowers_the_reward_before_the_baseline() -> None:
 @pytest.mark.parametrize(
     ("length", "finish", "expected"),
     [
-        (2, FinishReason.STOP, 0.0),        # at the start of the ramp, max_tokens - 4
-        (3, FinishReason.STOP, 0.5),        # 2 * 1/4
+        (2, FinishReason.STOP, 0.0),  # at the start of the ramp, max_tokens - 4
+        (3, FinishReason.STOP, 0.5),  # 2 * 1/4
         (5, FinishReason.STOP, 1.5),
-        (6, FinishReason.STOP, 2.0),        # finished with the last token that it had
+        (6, FinishReason.STOP, 2.0),  # finished with the last token that it had
         (6, FinishReason.LENGTH, 2.0),
-        (1, FinishReason.LENGTH, 2.0),      # cut by the context's end
+        (1, FinishReason.LENGTH, 2.0),  # cut by the context's end
     ],
 )
 def test_the_ramp_is_dapos(length: int, finish: FinishReason, expected: float) -> None:
@@ -176,11 +176,11 @@ def test_the_ramp_is_dapos(length: int, finish: FinishReason, expected: float) -
 @pytest.mark.parametrize(
     "spans",
     [
-        (VersionSpan(4, 0, 1),),                              # too short
-        (VersionSpan(4, 0, 1), VersionSpan(5, 0, 2)),         # overlap
-        (VersionSpan(4, 1, 2),),                              # gap
-        (VersionSpan(4, 0, 3),),                              # too long
-        (VersionSpan(4, 0, 2), VersionSpan(5, 3, 4)),         # complete, then a gap
+        (VersionSpan(4, 0, 1),),  # too short
+        (VersionSpan(4, 0, 1), VersionSpan(5, 0, 2)),  # overlap
+        (VersionSpan(4, 1, 2),),  # gap
+        (VersionSpan(4, 0, 3),),  # too long
+        (VersionSpan(4, 0, 2), VersionSpan(5, 3, 4)),  # complete, then a gap
     ],
 )
 def test_spans_that_do_not_cover_the_response_are_refused(spans: tuple[VersionSpan, ...]) -> None:

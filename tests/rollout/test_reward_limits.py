@@ -91,8 +91,8 @@ def test_scoring_processes_die_with_their_parent_idle_or_deep_in_a_c_function(tm
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
     scorers = [child.pid for pid in pids for child in psutil.Process(pid).children()]
-    assert wait_until(lambda: max(sum(psutil.Process(pid).cpu_times()[:2]) for pid in scorers) > 0.3)      # one computes 5^5^5^5
-    assert wait_until(lambda: bool(sleepers("62.5")))      # the other has started one in a session of its own
+    assert wait_until(lambda: max(sum(psutil.Process(pid).cpu_times()[:2]) for pid in scorers) > 0.3)  # one computes 5^5^5^5
+    assert wait_until(lambda: bool(sleepers("62.5")))  # the other has started one in a session of its own
     assert all(is_running(pid) for pid in pids + scorers)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()

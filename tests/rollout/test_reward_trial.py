@@ -22,7 +22,7 @@ WHOLE = WholeText()
         ((1.0, 1.0, 0.0), 1.0, ["gives 1 to a wrong answer"]),
         ((1.0, 1.0, 1.0), 1.0, ["to the reference answer, to a wrong and to an empty one"]),
         ((0.0, 0.0, 0.0), 1.0, ["to the reference answer, to a wrong and to an empty one"]),
-        ((1.0, "raised E", 0.0), 1.0, ["no score to the answer \"I don't know.\": raised E"]),
+        ((1.0, "raised E", 0.0), 1.0, ['no score to the answer "I don\'t know.": raised E']),
         ((1.0, "raised E", "raised F"), 1.0, ["no score to the answer \"I don't know.\" and '': raised E"]),
         ((0.9, "raised E", 0.0), 1.0, ["no score to the answer", "set evaluation.correct_at: 0.9"]),
     ],

@@ -144,7 +144,7 @@ def test_a_failure_costs_its_own_trajectory_alone() -> None:
     assert all(len(text or "") < 600 for text in by_text.values())
     assert not any(t.is_valid for text, t in zip(texts, results, strict=True) if text != "ok")
     answering = [t.reward for text, t in zip(texts, results, strict=True) if text == "ok"]
-    assert len(set(answering)) == 5 and answering[3] == answering[4]      # one pid for each life, the memory error keeps its process
+    assert len(set(answering)) == 5 and answering[3] == answering[4]  # one pid for each life, the memory error keeps its process
 
 
 def test_what_a_reward_writes_to_the_socket_itself_is_not_run(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_cancelled_call_does_not_leave_its_answer_to_the_next_one() -> None:
         pool = RewardPool(user_reward("length"))
         await pool.check()
         request = asyncio.create_task(pool.score((answered("four"),), asked()))
-        for _ in range(3):      # until the request is on its way
+        for _ in range(3):  # until the request is on its way
             await asyncio.sleep(0)
         request.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -18,7 +18,7 @@ class PagedCache:
     def __init__(self, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.buffers = {(kind, layer): self._noise(SLOTS) for kind in ("keys", "values") for layer in range(LAYERS)}
-        self.req_to_token = torch.randint(0, SLOTS, (ROWS, CONTEXT), generator=self.random, dtype=torch.int32)    # garbage beyond a length
+        self.req_to_token = torch.randint(0, SLOTS, (ROWS, CONTEXT), generator=self.random, dtype=torch.int32)  # garbage beyond a length
         self.free = torch.randperm(SLOTS, generator=self.random).tolist()
         self.lengths: dict[int, int] = {}
 
@@ -59,11 +59,11 @@ def test_follows_the_paged_cache(monkeypatch: pytest.MonkeyPatch, largest_bytes:
     paged, cache = PagedCache(0), RunningCache(LAYERS, multiple=1, dtype=dtype)
     for request, length in ((0, 5), (1, 1), (2, 12)):
         paged.admit(request, length)
-    for _ in range(10):                                             # runs out of room and grows on the way
+    for _ in range(10):  # runs out of room and grows on the way
         paged.step_equals(cache, [0, 1, 2])
-    paged.step_equals(cache, [0, 2])                                # one has finished
-    paged.step_equals(cache, [2, 0])                                # another order
-    paged.admit(1, 30)                                              # its row goes to another request, prefilled meanwhile
+    paged.step_equals(cache, [0, 2])  # one has finished
+    paged.step_equals(cache, [2, 0])  # another order
+    paged.admit(1, 30)  # its row goes to another request, prefilled meanwhile
     cache.forget()
     for _ in range(3):
         paged.step_equals(cache, [2, 0, 1])

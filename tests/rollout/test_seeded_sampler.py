@@ -48,7 +48,7 @@ def test_the_uniform_numbers_are_splitmix64(draw) -> None:
     from evenkeel.rollout.sglang_plugin.seeded_sampler import uniform
 
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
-    found = uniform(torch.full((5,), 1234567), torch.arange(5))      # a widely published vector of seed 1234567
+    found = uniform(torch.full((5,), 1234567), torch.arange(5))  # a widely published vector of seed 1234567
     assert [int(number * 2**50) for number in found.tolist()] == [word >> 14 for word in published]
 
 

@@ -76,9 +76,7 @@ def test_the_report_names_the_setting_that_holds_so_few_questions_back(tmp_path:
     assert (report.held_out, report.train_questions) == (2, 18)
     assert f"18 distinct in {report.train_checked} rows; rollout.task.distinct: true takes each once" in str(report)
     why = "rollout.task.held_out_fraction = 0.1 holds back that share of its 20 different questions; raise it or take more questions"
-    assert report.warnings == (
-        f"{rows}: only 2 of the 5 held-out questions could be found: {why}, or lower rollout.task.held_out_size",
-    )
+    assert report.warnings == (f"{rows}: only 2 of the 5 held-out questions could be found: {why}, or lower rollout.task.held_out_size",)
     assert task.held_out_shortage(2) == "" and task.held_out_shortage(3) == why
     (tmp_path / "all.jsonl").write_text(rows.read_text())
     of_its_own = build_task(FileTask(path=tmp_path / "all.jsonl", held_out_path=own, held_out_size=5))
@@ -91,7 +89,7 @@ def test_the_report_names_the_setting_that_holds_so_few_questions_back(tmp_path:
 def test_a_training_prompt_depends_on_seed_and_position_alone() -> None:
     forwards = [build_task(chain_sum()).train_prompt(i) for i in range(3)]
     task = build_task(chain_sum())
-    assert [task.train_prompt(i) for i in (200, 2, 1, 0)][:0:-1] == forwards      # after another stretch, backwards
+    assert [task.train_prompt(i) for i in (200, 2, 1, 0)][:0:-1] == forwards  # after another stretch, backwards
     assert [p.prompt_id for p in forwards] == ["train/0/0", "train/0/1", "train/0/2"]
     assert [PromptPlace.parse(p.prompt_id) for p in forwards] == [("train", 0, 0), ("train", 0, 1), ("train", 0, 2)]
     assert {PromptPlace.parse(other) for other in ("train/3", "train/0/x", "a/b/0/1", "")} == {None}
@@ -100,7 +98,7 @@ def test_a_training_prompt_depends_on_seed_and_position_alone() -> None:
 
 def test_neighbouring_stretches_of_the_stream_do_not_repeat_each_other() -> None:
     """chain_sum draws entry i from Random(seed + i): stretches whose seeds were neighbours would share all entries but one."""
-    task = build_task(chain_sum(options=TWO_TERMS | {"min_digits": 4, "max_digits": 4}))      # 162 million questions
+    task = build_task(chain_sum(options=TWO_TERMS | {"min_digits": 4, "max_digits": 4}))  # 162 million questions
     texts = [task.train_prompt(i).text for i in range(64 * 4)]
     assert len(set(texts)) == len(texts)
 
@@ -239,7 +237,7 @@ def test_each_epoch_has_every_training_row_once_in_a_new_order(tmp_path: Path) -
     assert {p.text for p in first} == {p.text for p in second} == rest
     assert [p.text for p in first] != [p.text for p in second]
     assert (first[5].prompt_id, second[5].prompt_id) == ("train/0/5", "train/1/5")
-    assert build_task(config).train_prompt(41) == second[5]      # resumed from the position alone
+    assert build_task(config).train_prompt(41) == second[5]  # resumed from the position alone
     assert (second[5].answer, second[5].metadata) == (second[5].text.split()[1], {"level": int(second[5].answer) % 3})
 
 
@@ -384,7 +382,7 @@ def test_own_field_names_and_worked_demonstrations(tmp_path: Path) -> None:
     rows = [{"q": f"q{i}", "gold": i, "worked": f"so it is {i}"} for i in range(10)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     task = build_task(FileTask(path=path, prompt_field="q", answer_field="gold", demonstration_field="worked", held_out_size=1))
-    shown = task.demonstrations(12)      # nine rows are left, so three come again
+    shown = task.demonstrations(12)  # nine rows are left, so three come again
     assert len(shown) == 12
     assert all(d.answer == f"so it is {d.question[1:]}" for d in shown)
     unanswered = build_task(FileTask(path=path, prompt_field="q", answer_field=None, held_out_size=1))

@@ -411,4 +411,3 @@ BUGS: tuple[Bug, ...] = (
 
 def title(bug: Bug) -> str:
     return getattr(bug, "__name__", "").replace("_", " ")
-

@@ -173,9 +173,7 @@ class Method:
 class SimulatedRay:
     """What the product calls of Ray, for one driver; a crash of the driver ends its actors, and the next one has its own."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, seed: str, casts: dict[str, type], watch: Any, may_freeze: Container[str]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, seed: str, casts: dict[str, type], watch: Any, may_freeze: Container[str]) -> None:
         """
         Args:
             casts: by name of an actor's class: what plays it.
@@ -303,7 +301,13 @@ class _Call:
         self, cluster: SimulatedRay, process: Process, method: str, args: tuple[Any, ...], named: dict[str, Any], refs: list[Ref], fate: Any
     ) -> None:
         self.cluster, self.process, self.method, self.args, self.named, self.refs, self.fate = (
-            cluster, process, method, args, named, refs, fate,
+            cluster,
+            process,
+            method,
+            args,
+            named,
+            refs,
+            fate,
         )
         self.is_out_of_turn = method in _OUT_OF_TURN
 

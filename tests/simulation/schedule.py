@@ -82,14 +82,30 @@ class FaultSchedule:
     @property
     def config(self) -> RunConfig:
         return _config(
-            self.workers, self.groups_per_step, self.max_staleness, self.steps, self.checkpoint_every, self.evaluate_every,
-            self.dynamic_sampling, self.broadcasts, self.forwards, self.publish_every,
+            self.workers,
+            self.groups_per_step,
+            self.max_staleness,
+            self.steps,
+            self.checkpoint_every,
+            self.evaluate_every,
+            self.dynamic_sampling,
+            self.broadcasts,
+            self.forwards,
+            self.publish_every,
         )
 
 
 @cache
 def _config(
-    workers: int, groups: int, staleness: int, steps: int, checkpoint: int, evaluate: int, dynamic: bool, broadcasts: bool, forwards: bool,
+    workers: int,
+    groups: int,
+    staleness: int,
+    steps: int,
+    checkpoint: int,
+    evaluate: int,
+    dynamic: bool,
+    broadcasts: bool,
+    forwards: bool,
     publish: int,
 ) -> RunConfig:
     config = RunConfig.model_validate(
@@ -105,7 +121,13 @@ def _config(
             "learner": {"optimizer_steps_per_batch": 2 if forwards else 1},
             "correction": {"proximal": "recompute"},
             "deadlines": {
-                "start_s": 150, "batch_s": 1500, "step_s": 300, "sync_s": 60, "checkpoint_s": 120, "evaluation_s": 1500, "notice_s": 60,
+                "start_s": 150,
+                "batch_s": 1500,
+                "step_s": 300,
+                "sync_s": 60,
+                "checkpoint_s": 120,
+                "evaluation_s": 1500,
+                "notice_s": 60,
                 "drain_s": 0.5,
             },
             "rollout": {

@@ -62,10 +62,7 @@ def test_a_seed_is_one_run_in_any_process() -> None:
     seeds = [138, *range(1000, 1003)]
     here = fingerprints(seeds)
     assert here == fingerprints(seeds) and len(set(here)) == len(here)
-    code = (
-        "import json; from tests.simulation.test_simulation_of_runs import fingerprints; "
-        f"print(json.dumps(fingerprints({seeds})))"
-    )
+    code = f"import json; from tests.simulation.test_simulation_of_runs import fingerprints; print(json.dumps(fingerprints({seeds})))"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
     there = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(there.stdout) == here

@@ -387,4 +387,3 @@ def play(schedule: FaultSchedule) -> PlayedRun:
     _imports_are_no_garbage()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None, prefix="evenkeel-sim-") as root:
         return World(schedule, Path(root)).run()
-

@@ -96,7 +96,9 @@ OURS = ", and the prompts handed out and lines written are"
         ([4], [5], books(7, 4, [6], alike=2), f"the book counts .*'rewards all alike': 2.{OURS} .*'no usable answer': 1"),
         ([4], [], books(7, 4, [5, 6], failed=1), f"the book counts .*'no usable answer': 1.{OURS} .*'rewards all alike': 1"),
         (
-            [4], [], books(7, 4, [5, 6], alike=2, unreported=given_up(5, reason=ALIKE)),
+            [4],
+            [],
+            books(7, 4, [5, 6], alike=2, unreported=given_up(5, reason=ALIKE)),
             "train/0/5 twice in the book",
         ),
     ],

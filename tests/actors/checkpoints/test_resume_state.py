@@ -91,7 +91,7 @@ def test_no_call_of_the_encoder_has_more_than_one_text(state: TrainingState, tmp
             for line in lines:
                 self.write(line)
 
-    long = "word \"" * 3000
+    long = 'word "' * 3000
     finished = [replace(one, trajectories=tuple(replace(t, text=long) for t in one.trajectories)) for one in state.queue.finished]
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", lambda *of_path, **named: Recorded(*of_path, **named))

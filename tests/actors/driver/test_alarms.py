@@ -105,7 +105,7 @@ def test_narrower_bounds_are_no_answer_to_rejection() -> None:
     response.take([event("rejected_share"), event("drift_k3_kl")])
     action = response.decide()
     assert action is not None and "alarm of drift_k3_kl" in action.text and "tightened by 0.5" in action.text
-    assert response.correction.importance.upper == pytest.approx(2**0.5)    # tis-token: at most 2
+    assert response.correction.importance.upper == pytest.approx(2**0.5)  # tis-token: at most 2
 
 
 MONITOR: dict[str, Any] = {"series": {}, "states": {}}
@@ -140,7 +140,7 @@ class ToldObserver:
 def controller(*overrides: str, step: int = 41) -> tuple[Any, Service, ToldObserver]:
     """One that stands between two steps, without its actors."""
     service, observer = Service(), ToldObserver()
-    one: Any = Controller(config(*overrides), None, None, observer)    # type: ignore[arg-type]
+    one: Any = Controller(config(*overrides), None, None, observer)  # type: ignore[arg-type]
     one._source, one._step = source(one, FakeActor(service)), step
     return one, service, observer
 
@@ -170,11 +170,19 @@ def test_a_resumed_controller_goes_on_with_the_replacement(monkeypatch: pytest.M
     settings = config(*SWITCH)
     replaced = settings.monitor.after_alarm(settings.correction)
     assert replaced is not None
-    saved: Any = None, SimpleNamespace(
-        step=41, weight_version=41, elapsed_s=0.0, totals={}, queue=None, monitor=None,
-        replacement=Replacement(settings.correction, replaced),
+    saved: Any = (
+        None,
+        SimpleNamespace(
+            step=41,
+            weight_version=41,
+            elapsed_s=0.0,
+            totals={},
+            queue=None,
+            monitor=None,
+            replacement=Replacement(settings.correction, replaced),
+        ),
     )
-    one: Any = Controller(settings, None, None, ToldObserver(), resume_from=saved)    # type: ignore[arg-type]
+    one: Any = Controller(settings, None, None, ToldObserver(), resume_from=saved)  # type: ignore[arg-type]
     one._source = source(one, None)
     monkeypatch.setattr("evenkeel.actors.driver.batches.start_service", lambda *_: SimpleNamespace())
     nothing_else = mock.AsyncMock(side_effect=InterruptedError("no other part starts here"))

@@ -235,6 +235,7 @@ def test_a_step_s_line_says_what_the_ways_of_its_groups_took(tmp_path: Path) -> 
         def waiting(self, *_: Any) -> None: ...
 
     observer: Any = Numbers()
+
     async def scenario() -> None:
         source = BatchSource(PLAIN.config, StartingPoint(Path("model")), Ledger(tmp_path / "ledger.jsonl"), observer)
         source.service = FakeActor(Service())

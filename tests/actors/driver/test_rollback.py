@@ -40,9 +40,7 @@ from tests.simulation.test_simulation_of_runs import run_of_one_worker
     ],
     ids=["idle", "one is lost", "one dies just now", "one is in a call that doesn't end", "one can't be reached", "of whom isn't known"],
 )
-def test_a_learner_stays_if_all_of_it_lives_and_rests(
-    monkeypatch: pytest.MonkeyPatch, ranks: list[Any], lost: Lost, stays: bool
-) -> None:
+def test_a_learner_stays_if_all_of_it_lives_and_rests(monkeypatch: pytest.MonkeyPatch, ranks: list[Any], lost: Lost, stays: bool) -> None:
     """Whatever else there is, ends; and of a learner all ranks or none."""
     killed: list[Any] = []
     monkeypatch.setattr("evenkeel.actors.processes.supervision.ray.kill", killed.append)

@@ -1,10 +1,10 @@
 """Admission by staleness, and the life of a group. Behaviours locked here:
 
-    admitted - trained - discarded <= (max_staleness + 1) * groups_per_step, whatever happens in whatever order
-    no group is trained more than max_staleness versions after the one that engines had at its admission, stragglers, refills and skipped
-    steps included, and versions that don't go out to engines
-    when all groups are finished, a batch can be drawn whole: the places kept for the old never block
-    a second answer changes nothing; a snapshot loses nothing and keeps bound and counts; a draw that is taken back is drawn again
+admitted - trained - discarded <= (max_staleness + 1) * groups_per_step, whatever happens in whatever order
+no group is trained more than max_staleness versions after the one that engines had at its admission, stragglers, refills and skipped
+steps included, and versions that don't go out to engines
+when all groups are finished, a batch can be drawn whole: the places kept for the old never block
+a second answer changes nothing; a snapshot loses nothing and keeps bound and counts; a draw that is taken back is drawn again
 """
 
 from __future__ import annotations

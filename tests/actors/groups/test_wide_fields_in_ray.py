@@ -89,8 +89,14 @@ class Run:
         places = [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in self.nodes]
         self.workers = [ray.remote(Sampling).options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
         settings = RunConfig(
-            model=Path("none"), steps=10, groups_per_step=GROUPS, max_staleness=0, rollout=ROLLOUT, learner=config,
-            correction=CorrectionConfig.model_validate({"preset": "tis-token"}), monitor=EarlyWarningConfig(detailed=False),
+            model=Path("none"),
+            steps=10,
+            groups_per_step=GROUPS,
+            max_staleness=0,
+            rollout=ROLLOUT,
+            learner=config,
+            correction=CorrectionConfig.model_validate({"preset": "tis-token"}),
+            monitor=EarlyWarningConfig(detailed=False),
         )
         service = on_drivers_node(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
         observer: Any = SimpleNamespace(event=lambda *_: None, waiting=lambda _: None)

@@ -67,7 +67,7 @@ def test_gauges_counters_and_families(endpoint: MetricsEndpoint) -> None:
     assert (tokens.type, tokens.samples[0].name, tokens.samples[0].value) == ("counter", "evenkeel_rollout_generated_tokens_total", 120)
     part = families["evenkeel_reward_component"].samples[0]
     assert (part.labels, part.value) == ({"part": "format"}, 0.25)
-    assert "evenkeel_held_out_accuracy_ratio" not in families    # absent is absent
+    assert "evenkeel_held_out_accuracy_ratio" not in families  # absent is absent
     assert "process_resident_memory_bytes" in families
 
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_listened_on_is_said(endpoint: MetricsEndpoint, discovery
 def test_discovery_lists_who_is_there(discovery: DiscoveryServer) -> None:
     discovery.register("rollout-0", "127.0.0.1:1", {"role": "rollout", "name": "0"})
     discovery.register("rollout-1", "127.0.0.1:2", {"role": "rollout", "name": "1"})
-    discovery.register("rollout-0", "127.0.0.1:3", {"role": "rollout", "name": "0"})    # restarted, on another port
+    discovery.register("rollout-0", "127.0.0.1:3", {"role": "rollout", "name": "0"})  # restarted, on another port
     discovery.deregister("rollout-1")
     discovery.deregister("never-there")
     assert json.loads(fetch(discovery.url)) == [{"targets": ["127.0.0.1:3"], "labels": {"role": "rollout", "name": "0"}}]
@@ -175,16 +175,21 @@ def prometheus(discovery: DiscoveryServer, tmp_path: Path) -> Iterator[Callable[
     port = free_port()
     process = subprocess.Popen(
         [
-            TOOLS / "prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn", "--scrape.discovery-reload-interval=100ms",
+            TOOLS / "prometheus",
+            f"--config.file={tmp_path / 'prometheus.yml'}",
+            f"--storage.tsdb.path={tmp_path / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            "--log.level=warn",
+            "--scrape.discovery-reload-interval=100ms",
         ],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
 
     def query(expression: str) -> dict[str, float]:
         try:
             answer = json.loads(fetch(f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})))
-        except OSError:    # not up yet
+        except OSError:  # not up yet
             return {}
         return {result["metric"].get("name", ""): float(result["value"][1]) for result in answer["data"]["result"]}
 
@@ -213,7 +218,7 @@ def test_a_real_prometheus_finds_workers_and_sees_them_go(
         discovery.register(f"rollout-{one.labels['name']}", one.target, one.labels)
     assert until(lambda: prometheus('up{job="evenkeel"}') == {"0": 1.0, "1": 1.0})
     assert until(lambda: prometheus('evenkeel_rollout_generated_tokens_total{role="rollout"}') == {"0": 1234.0})
-    early.close()    # gone, but nobody has said so: the target is down
+    early.close()  # gone, but nobody has said so: the target is down
     assert until(lambda: prometheus('up{job="evenkeel"}') == {"0": 1.0, "1": 0.0})
     discovery.deregister("rollout-1")
     discovery.register("rollout-2", late.target, late.labels)

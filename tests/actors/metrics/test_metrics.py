@@ -49,7 +49,7 @@ def test_names_of_shares_say_so() -> None:
     [
         ("reward/meen", "reward/mean"),
         ("learner/gradnorm", "learner/grad_norm"),
-        ("reward/component/", "reward/component/"),    # a family is no metric
+        ("reward/component/", "reward/component/"),  # a family is no metric
         ("staleness_max", "staleness/max"),
     ],
 )
@@ -81,7 +81,8 @@ def test_a_family_of_our_own_numbers_has_the_members_that_are_listed(name: str, 
 
 def test_families_whose_members_users_choose_are_open() -> None:
     assert {name for name, metric in CATALOGUE.items() if metric.is_family and not metric.members} == {
-        "reward/component/", *(f"worker/{quantity}/" for quantity in ("tokens", "groups", "wait_share", "weight_version")),
+        "reward/component/",
+        *(f"worker/{quantity}/" for quantity in ("tokens", "groups", "wait_share", "weight_version")),
     }
     assert CriterionConfig(upper=2.0).label == "ratio_token_rho" and is_listed("correction/rejected_by_binary_kl_max_sequence_q_2")
     assert lookup("reward/component/format").name == "reward/component/" and member("reward/component/format") == "format"
@@ -198,7 +199,10 @@ def test_a_line_is_strict_json_and_comes_back_as_it_was() -> None:
     line = json.dumps(metrics.record())
     record = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert record == {
-        "step": 3, "reward/mean": 0.1, "groups/trained_total": 96, "non_finite": {"learner/grad_norm": "inf", "learner/loss": "nan"},
+        "step": 3,
+        "reward/mean": 0.1,
+        "groups/trained_total": 96,
+        "non_finite": {"learner/grad_norm": "inf", "learner/loss": "nan"},
     }
     back = StepMetrics.of_record(json.loads(line))
     assert back["learner/grad_norm"] == math.inf and math.isnan(back["learner/loss"])
@@ -276,7 +280,7 @@ def test_the_views_of_a_run_take_up_where_the_folder_stands(tmp_path: Path) -> N
 
 def test_wandb_is_off_by_default_and_asked_for_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MetricsConfig().wandb_project is None
-    monkeypatch.setitem(sys.modules, "wandb", None)    # as if not installed
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
     with RunFolder.create(tmp_path / "run", "x") as folder:
         folder.write_text("config.yaml", "name: x\n")
         with pytest.raises(ConfigError, match=r"pip install 'evenkeel\[wandb\]'"):

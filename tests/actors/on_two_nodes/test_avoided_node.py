@@ -40,9 +40,7 @@ def nodes_of_engines(cluster: Cluster) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_avoided_node_gets_what_has_no_room_elsewhere(
-    nodes_of_engines: list[str], which: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_avoided_node_gets_what_has_no_room_elsewhere(nodes_of_engines: list[str], which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two in turn: by chance, or by its order, only one of them would be left alone."""
     avoided, other = nodes_of_engines[which], nodes_of_engines[1 - which]
     monkeypatch.setattr(evenkeel.actors.pool.workers, "RolloutWorker", Worker)

@@ -175,6 +175,7 @@ def test_throughput_grows_with_the_workers(monkeypatch: pytest.MonkeyPatch) -> N
     rates: dict[int, float] = {}
 
     for workers in (1, 2, 8):
+
         async def scenario(workers: int = workers) -> None:
             run = Run(monkeypatch, [1.0] * workers, groups_per_step=128, max_staleness=1, slots=8)
             rates[workers] = await run.groups_per_second(8)
@@ -204,9 +205,7 @@ def test_one_worker_is_given_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize(("slots", "samples"), [(16, 1), (16, 8), (16, 16), (4, 1), (4, 8), (2, 1), (2, 4)])
-def test_an_evaluation_during_training_starves_neither(
-    monkeypatch: pytest.MonkeyPatch, slots: int, samples: int, engines: int
-) -> None:
+def test_an_evaluation_during_training_starves_neither(monkeypatch: pytest.MonkeyPatch, slots: int, samples: int, engines: int) -> None:
     """256 answers and more groups than slots, of 8 requests each: answers have a quarter of an engine's requests, and groups the other
     slots, of which no half one is kept free. Several answers to a question are as many requests."""
     answers, share = 256 * engines, slots * 8 // 4

@@ -12,6 +12,7 @@ import pytest
 
 from evenkeel.actors.carriers import ScatterSample
 from evenkeel.actors.config import RunConfig
+from evenkeel.actors.json_lines import last_step
 from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record.run_folder import RunEvent, RunFolder
 from evenkeel.actors.record.stack_collector import StackCollector
@@ -21,7 +22,6 @@ from evenkeel.report.plots import StepColumns, draw_staleness
 from evenkeel.report.report import clipped_rows, summary_rows, worker_rows, write_report
 from evenkeel.report.run_doctor import diagnose_run, left_after_training, page
 from evenkeel.resume_point import run_recipe
-from evenkeel.retries import Reached
 from tests.evenkeel.report.test_run_doctor import RECIPE, run_folder
 
 LINES = [
@@ -66,7 +66,8 @@ def test_a_foreign_line_is_left_out_by_all_that_read_the_folder(tmp_path: Path, 
     summary_rows(steps, folder.read_evaluations(), folder.read_config())
     worker_rows(steps)
     draw_staleness(steps)
-    assert clipped_rows(folder) == folder.read_slowest() == [] and Reached.of(folder.path).checkpoint == 2
+    assert clipped_rows(folder) == folder.read_slowest() == [] and folder.checkpoints()[-1].step == 2
+    assert last_step(folder.path / "ledger.jsonl") == (0 if name == "ledger.jsonl" else 2)
     folder.close()
     assert ", after step 2 of 2 (newest checkpoint: step 2)" in page(diagnose_run(RunFolder.view(folder.path))).splitlines()[0]
     with RunFolder.open(folder.path) as again:
@@ -154,7 +155,9 @@ def test_a_configuration_that_the_disk_doesn_t_give_now_is_no_wrong_one(
     monkeypatch.setattr("io.open", fail)
     config = folder.path / "config.yaml"
     for read, path in (
-        (folder.read_config, config), (lambda: run_recipe(folder, ()), folder.recipe_path), (lambda: load_config(RunConfig, RECIPE), RECIPE)
+        (folder.read_config, config),
+        (lambda: run_recipe(folder, ()), folder.recipe_path),
+        (lambda: load_config(RunConfig, RECIPE), RECIPE),
     ):
         with pytest.raises(OSError, match=os.strerror(number)) as caught:
             read()

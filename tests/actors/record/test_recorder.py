@@ -46,8 +46,12 @@ from tests.actors.record.recorder_cases import seen as seen
 
 
 def test_a_warning_reaches_every_view(seen: Seen) -> None:
-    steps = [(1, diagnosed(state=State.OK)), (2, diagnosed(WATCH, state=State.WATCH)), (3, diagnosed(ALARM, BROKEN, state=State.ALARM)),
-             (4, diagnosed(OVER, state=State.OK))]
+    steps = [
+        (1, diagnosed(state=State.OK)),
+        (2, diagnosed(WATCH, state=State.WATCH)),
+        (3, diagnosed(ALARM, BROKEN, state=State.ALARM)),
+        (4, diagnosed(OVER, state=State.OK)),
+    ]
     asyncio.run(write(seen.recorder, *steps))
     assert [seen.line(step)["monitor/level"] for step in (1, 2, 3, 4)] == [0, 1, 2, 0]
     assert [seen.line(step).get("monitor/alarms_total/k3_kl") for step in (2, 3, 4)] == [None, 1, 1]

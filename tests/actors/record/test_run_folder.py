@@ -69,7 +69,7 @@ def test_a_second_owner_is_told_who_has_it(folder: RunFolder) -> None:
             take()
         message = str(caught.value)
         assert message.startswith(f"run_dir = {folder.path}: in use by process {os.getpid()} on ") and "\n" not in message
-    RunFolder.view(folder.path)    # readers need no lock
+    RunFolder.view(folder.path)  # readers need no lock
     for damaged in ("[1]", "[" * 100_000):
         (folder.path / ".owner.json").write_text(damaged)
         with pytest.raises(ConfigError, match="in use by another process"):
@@ -175,7 +175,7 @@ def test_a_new_run_does_not_mix_with_what_is_there(folder: RunFolder, tmp_path: 
     (tmp_path / "thesis" / "chapter.tex").write_text("")
     with pytest.raises(ConfigError, match=r"holds other files \(chapter.tex"):
         RunFolder.create(tmp_path / "thesis", "x")
-    RunFolder.open(folder.path).close()    # the refusal has given the lock back
+    RunFolder.open(folder.path).close()  # the refusal has given the lock back
 
 
 def test_what_a_failed_start_has_left_is_cleared_but_for_its_events(folder: RunFolder) -> None:
@@ -194,7 +194,7 @@ def test_what_a_failed_start_has_left_is_cleared_but_for_its_events(folder: RunF
         present = sorted(path.name for path in again.path.rglob("*") if not path.name.startswith(".owner"))
         assert present == ["checkpoints", "events.log", "tensorboard", "trajectories"]
         assert [event.text for event in again.read_events()] == ["Ray did not start"]
-    (folder.path / "trajectories").rmdir()    # killed in between: the folders are made one by one
+    (folder.path / "trajectories").rmdir()  # killed in between: the folders are made one by one
     with RunFolder.create(folder.path, "x") as again:
         assert (again.path / "trajectories").is_dir()
 
@@ -231,7 +231,7 @@ def test_a_torn_line_is_overlooked_by_readers_and_cut_by_the_next_owner(folder: 
         folder.append_metrics(StepMetrics(step, {"reward/mean": 0.5}))
     folder.close()
     with folder.metrics_path.open("a") as file:
-        file.write('{"step": 3, "reward/me')    # a crash in the middle of a write
+        file.write('{"step": 3, "reward/me')  # a crash in the middle of a write
     assert steps_of(RunFolder.view(folder.path)) == [1, 2]
     with RunFolder.open(folder.path) as again:
         again.append_metrics(StepMetrics(3))
@@ -251,7 +251,7 @@ def test_rewind_moves_later_lines_and_loses_none(folder: RunFolder) -> None:
         folder.append_metrics(StepMetrics(step))
     for step in (0, 5, 7):
         folder.append_evaluation(StepMetrics(step, {"held_out/accuracy": 0.5}))
-    assert folder.rewind(5) == 3    # steps 6 and 7, and the evaluation after 7
+    assert folder.rewind(5) == 3  # steps 6 and 7, and the evaluation after 7
     assert steps_of(folder) == [1, 2, 3, 4, 5] and [m.step for m in folder.read_evaluations()] == [0, 5]
     moved = [json.loads(line) for line in (folder.path / "rewound.jsonl").read_text().splitlines()]
     assert [line["step"] for line in moved] == [6, 7, 7]
@@ -285,7 +285,8 @@ def test_events_come_back_as_they_were(folder: RunFolder) -> None:
     folder.event("warning", "reward raised\nValueError: no number")
     folder.event("info", "engines up")
     assert [(event.level, event.text) for event in folder.read_events()] == [
-        ("warning", "reward raised ValueError: no number"), ("info", "engines up"),
+        ("warning", "reward raised ValueError: no number"),
+        ("info", "engines up"),
     ]
     with pytest.raises(ValueError, match="use one of info, watch, warning, alarm, error"):
         folder.event("loud", "x")
@@ -307,7 +308,7 @@ def test_the_latest_complete_checkpoint_counts(folder: RunFolder) -> None:
     latest = folder.checkpoints()[-1]
     assert (latest.step, latest.path.name, (latest.hf / "model.safetensors").read_text()) == (150, "step_000150", "150")
     assert [c.step for c in folder.prune_checkpoints(2)] == [50] and [c.step for c in folder.checkpoints()] == [100, 150]
-    assert folder.prune_checkpoints(0) and [c.step for c in folder.checkpoints()] == [150]    # the last one is never removed
+    assert folder.prune_checkpoints(0) and [c.step for c in folder.checkpoints()] == [150]  # the last one is never removed
 
 
 def test_the_best_checkpoint_stays(folder: RunFolder) -> None:

@@ -53,7 +53,7 @@ def test_an_actor_of_coroutines_stands_where_its_event_loop_stands(tmp_path: Pat
     """Its main thread waits for calls all the time."""
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks/01.txt").write_text(
-        'a batch\n\n=== ray::CorrectionService (process 7)\n'
+        "a batch\n\n=== ray::CorrectionService (process 7)\n"
         'Thread 0x1 (most recent call first):\n  File "/repo/correction/correct.py", line 9 in correct\n'
         '  File "/lib/asyncio/base_events.py", line 600 in run_forever\n\n'
         'Current thread 0x2 (most recent call first):\n  File "/lib/ray/_private/worker.py", line 900 in main_loop\n'
@@ -64,7 +64,7 @@ def test_an_actor_of_coroutines_stands_where_its_event_loop_stands(tmp_path: Pat
 def test_an_actor_with_a_heartbeat_stands_where_its_call_stands(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks/01.txt").write_text(
-        'a step\n\n=== ray::LearnerRankActor.step (process 7)\n'
+        "a step\n\n=== ray::LearnerRankActor.step (process 7)\n"
         'Thread 0x0 (most recent call first):\n  File "/lib/threading.py", line 9 in wait\n\n'
         'Thread 0x1 (most recent call first):\n  File "/repo/learner/training/step.py", line 9 in step\n'
         '  File "/lib/ray/_private/function_manager.py", line 700 in actor_method_executor\n\n'

@@ -21,15 +21,26 @@ from evenkeel.learner.results import SkipReason
 STEP = StepMetrics(
     3,
     {
-        "reward/mean": 0.75, "time/step_s": 2.0, "throughput/rollout_tokens_per_s": 1234.0, "throughput/learner_tokens_per_s": 5678.0,
-        "wait/rollout_share": 0.12, "wait/learner_share": 0.34, "staleness/mean": 0.5, "staleness/max": 1, "mismatch/k3": 3e-13,
-        "rejection/rejected_share": 0.01, "weight_version": 3,
+        "reward/mean": 0.75,
+        "time/step_s": 2.0,
+        "throughput/rollout_tokens_per_s": 1234.0,
+        "throughput/learner_tokens_per_s": 5678.0,
+        "wait/rollout_share": 0.12,
+        "wait/learner_share": 0.34,
+        "staleness/mean": 0.5,
+        "staleness/max": 1,
+        "mismatch/k3": 3e-13,
+        "rejection/rejected_share": 0.01,
+        "weight_version": 3,
     },
 )
 HELD_OUT = StepMetrics(
     0,
     {
-        "held_out/accuracy": 0.5, "held_out/wilson_low": 0.46, "held_out/wilson_high": 0.54, "held_out/problems": 512,
+        "held_out/accuracy": 0.5,
+        "held_out/wilson_low": 0.46,
+        "held_out/wilson_high": 0.54,
+        "held_out/problems": 512,
         "held_out/weight_version": 0,
     },
 )
@@ -69,7 +80,7 @@ def test_a_warning_of_a_logger_stands_above_the_live_panel() -> None:
     before = out.getvalue()
     handler.emit(record)
     view.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()[len(before):])
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()[len(before) :])
     assert "waiting for an engine\n╭─ a run" in text.replace("\r", ""), "the warning, and the whole panel below it"
 
 
@@ -165,7 +176,7 @@ def test_the_panel_has_the_level_in_its_colour(level: int, shown: str) -> None:
     view.step(StepMetrics(3, {"monitor/level": level}))
     view.close()
     row = next(line for line in out.getvalue().splitlines() if "early warning" in line)
-    colour = {"ok": "", "watch": "\x1b[33m", "alarm": "\x1b[1;31m"}[shown]    # ANSI: yellow; bold red
+    colour = {"ok": "", "watch": "\x1b[33m", "alarm": "\x1b[1;31m"}[shown]  # ANSI: yellow; bold red
     assert f"{colour}{shown}" in row
 
 
@@ -176,8 +187,20 @@ def test_the_panel_shows_what_a_person_wants_to_know() -> None:
     view.phase("waiting for rollout worker 0")
     view.close("the end")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    for shown in ("3/10", "30 %", "about 14 s left", "0.750", "0.500 [0.460, 0.540]", "2.00 s", "1,234 tokens/s, waits 12%",
-                  "5,678 tokens/s, waits 34%", "mean 0.50, max 1", "3e-13 nats", "1.00% of tokens", "the end"):
+    for shown in (
+        "3/10",
+        "30 %",
+        "about 14 s left",
+        "0.750",
+        "0.500 [0.460, 0.540]",
+        "2.00 s",
+        "1,234 tokens/s, waits 12%",
+        "5,678 tokens/s, waits 34%",
+        "mean 0.50, max 1",
+        "3e-13 nats",
+        "1.00% of tokens",
+        "the end",
+    ):
         assert shown in text, shown
 
 
@@ -235,8 +258,12 @@ def test_what_matters_with_a_pretrained_model_is_seen_at_80_columns() -> None:
     view.step({**{name: value for name, value in STEP.items() if name != "mismatch/k3"}, **of_answers, **of_groups, "step": 4})
     view.close()
     panel = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).rpartition("smollm2-sums: Hugging")[2]
-    for shown in ("accuracy      0.125", "17 tokens, 52% cut", "62% without gradient, 2 all correct, 3 all wrong",
-                  "k3 KL 4.3e-11 nats at step 3; usual: up to 1e-10 "):
+    for shown in (
+        "accuracy      0.125",
+        "17 tokens, 52% cut",
+        "62% without gradient, 2 all correct, 3 all wrong",
+        "k3 KL 4.3e-11 nats at step 3; usual: up to 1e-10 ",
+    ):
         assert shown in panel, panel
     assert folder in re.sub(r"[│\s]", "", panel) and "…" not in panel
 
@@ -254,4 +281,4 @@ def test_the_picture_stands_alone(tmp_path: Path) -> None:
         picture = terminal_svg(folder)
     ElementTree.fromstring(picture)
     assert "0.750" in picture and "nano" in picture.replace("&#160;", " ")
-    assert set(re.findall(r"https?://[^\s\"]+", picture)) <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}    # rich's comment
+    assert set(re.findall(r"https?://[^\s\"]+", picture)) <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}  # rich's comment

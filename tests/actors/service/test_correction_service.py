@@ -219,7 +219,7 @@ def test_a_switch_takes_the_next_batch_that_is_begun() -> None:
 
     async def scenario() -> None:
         scene = ServiceScene(steps=2, preset="bypass")
-        await scene.batch(0)    # and 1 is being prepared
+        await scene.batch(0)  # and 1 is being prepared
         replacement = CorrectionConfig.model_validate({"preset": "mis-token"})
         await scene.source.switch(replacement)
         second = await scene.batch(1)

@@ -180,7 +180,7 @@ def test_what_an_alarm_goes_on_with() -> None:
     assert after() is None and after("monitor.on_alarm=stop") is None
     switched = after("monitor.on_alarm=switch_preset", "monitor.preset=mis-full")
     assert switched is not None and switched.preset == "mis-full" and switched.veto is not None
-    tightened = after("monitor.on_alarm=tighten", "monitor.tighten_factor=0.25")    # tis-token: at most 2
+    tightened = after("monitor.on_alarm=tighten", "monitor.tighten_factor=0.25")  # tis-token: at most 2
     assert tightened is not None and tightened.importance.upper == pytest.approx(2**0.25)
 
 

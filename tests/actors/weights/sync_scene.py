@@ -38,7 +38,14 @@ class Learner:
         await (self.gate.wait() if self.gate else asyncio.sleep(0))
         buckets = [f"v{version}"] if plan.stores else []
         return WeightSnapshot(
-            version, buckets, [["spec"]], [-1.0, -2.0], CHECKSUMS if plan.checksums else None, 0.0, None, self.fails  # type: ignore[list-item]
+            version,
+            buckets,
+            [["spec"]],
+            [-1.0, -2.0],
+            CHECKSUMS if plan.checksums else None,
+            0.0,
+            None,
+            self.fails,  # type: ignore[list-item]
         )
 
     async def checksums(self, buckets: Sequence[Any], *, deadline_s: float) -> WeightChecksums:
@@ -75,9 +82,7 @@ class Engine:
         self.probes: list[Awaitable[Any]] = []
         """What the next answers to the probe wait for."""
 
-    async def update_weights(
-        self, version: int, buckets: list[Any], checksums: WeightChecksums | None, generation: int = 0
-    ) -> SyncReceipt:
+    async def update_weights(self, version: int, buckets: list[Any], checksums: WeightChecksums | None, generation: int = 0) -> SyncReceipt:
         assert buckets == [f"v{version}"], "the stored copy of this version"
         self.taken.append((version, checksums is not None))
         await self._play()

@@ -92,8 +92,13 @@ def test_a_rule_on_paper(overrides: str, facts: dict[str, Any], severity: str, s
     ("overrides", "gpu", "severity", "said", "setting"),
     [
         ("", 16, "fail", "a learner rank of 14.7 GiB and an engine of 3.2 GiB (with a KV cache for one", "larger GPU"),
-        ("rollout.gpus_per_worker=0.12", 24, "fail",
-         "for its KV cache in addition to weights of 1.11 GiB and 1.87 GiB for context", "raise"),
+        (
+            "rollout.gpus_per_worker=0.12",
+            24,
+            "fail",
+            "for its KV cache in addition to weights of 1.11 GiB and 1.87 GiB for context",
+            "raise",
+        ),
     ],
 )
 def test_a_gpu_that_learner_and_engine_share(overrides: str, gpu: int, severity: str, said: str, setting: str) -> None:

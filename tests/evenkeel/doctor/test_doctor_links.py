@@ -66,5 +66,3 @@ def test_a_listener_is_reached_and_what_is_not_one_is_told(monkeypatch: pytest.M
     monkeypatch.setattr("evenkeel.doctor.gather._CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "timed out" in why_unreachable(silent.getsockname())
-
-

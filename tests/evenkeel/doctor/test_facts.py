@@ -187,7 +187,9 @@ def test_a_way_that_was_not_tried_to_its_end_is_not_known(quiet: QuietRay, tmp_p
     config = eight("ray.address=auto", f"model={save_config(tmp_path / 'm', QWEN3_8B)}")
     found = nodes_of_cluster(config, tmp_path, within_s=within_s)
     assert [(node.why_unreachable, node.way_not_known) for node in found] == [
-        ("", ""), ("", f"no answer in {within_s:g} s"), ("3 came to 10.0.0.1", "")
+        ("", ""),
+        ("", f"no answer in {within_s:g} s"),
+        ("3 came to 10.0.0.1", ""),
     ]
     (told,) = [one for one in on_nodes(found, config, DENSE) if "isn't known whether" in one.sentence]
     assert told.severity == "warn" and "10.0.0.2 can reach a free port" in told.sentence and f"in {within_s:g} s" in told.sentence

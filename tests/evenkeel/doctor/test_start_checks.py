@@ -314,9 +314,7 @@ def test_without_the_model_all_is_said_that_needs_none(monkeypatch: pytest.Monke
         assert "hf download Qwen/Qwen3-8B config.json" in setting
 
 
-def test_without_the_model_this_machine_s_gpus_are_counted_all_the_same(
-    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_model_this_machine_s_gpus_are_counted_all_the_same(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `train` counts them, and as `--gpus` has those of other machines counted."""
     on_gpus = [rows, "learner.device=cuda", "rollout.engine.device=cuda", "ray.address=null", f"model={tmp_path}", "--json"]
     for there, is_short in ((0, True), (7, True), (8, False)):
@@ -351,5 +349,3 @@ def test_without_the_model_a_missing_file_of_questions_is_said_too(tmp_path: Pat
     done = CliRunner().invoke(app, [*words, "learner.device=cpu", "rollout.engine.device=cpu", f"rollout.task.path={tmp_path}/q.jsonl"])
     said = [one["sentence"] for one in json.loads(done.stdout)["findings"]]
     assert "it has no config.json" in said[0] and any("q.jsonl" in sentence for sentence in said), said
-
-

@@ -36,11 +36,24 @@ def step_metrics(step: int) -> StepMetrics:
     return StepMetrics(
         step,
         {
-            "time/elapsed_s": 2.0 * step, "time/step_s": 2.0, "reward/mean": step / 40, "reward/component/format": 0.5,
-            "mismatch/k3": 1e-12 * step, "mismatch_and_staleness/k3": 1e-4, "mismatch/max_abs_log_ratio": 1e-6 * step,
-            "mismatch_and_staleness/log_ratio_std": 0.01, "learner/entropy": 1.0, "learner/grad_norm": float("inf") if step == 2 else 0.5,
-            "staleness/tokens/0": 70.0, "staleness/tokens/1": 30.0, "staleness/max": 1, "throughput/rollout_tokens_per_s": 100.0,
-            "wait/rollout_share": 0.1, "length/sampled_tokens": 8.0, "length/trained_tokens": 7.5, "groups/trained_total": 4 * step,
+            "time/elapsed_s": 2.0 * step,
+            "time/step_s": 2.0,
+            "reward/mean": step / 40,
+            "reward/component/format": 0.5,
+            "mismatch/k3": 1e-12 * step,
+            "mismatch_and_staleness/k3": 1e-4,
+            "mismatch/max_abs_log_ratio": 1e-6 * step,
+            "mismatch_and_staleness/log_ratio_std": 0.01,
+            "learner/entropy": 1.0,
+            "learner/grad_norm": float("inf") if step == 2 else 0.5,
+            "staleness/tokens/0": 70.0,
+            "staleness/tokens/1": 30.0,
+            "staleness/max": 1,
+            "throughput/rollout_tokens_per_s": 100.0,
+            "wait/rollout_share": 0.1,
+            "length/sampled_tokens": 8.0,
+            "length/trained_tokens": 7.5,
+            "groups/trained_total": 4 * step,
         },
     )
 
@@ -67,10 +80,15 @@ def fill(folder: RunFolder, steps: int) -> None:
     folder.write_file("scatter.npz", sample.save)
     for step, accuracy in ((0, 0.5), (steps, 0.9)):
         folder.append_evaluation(
-            StepMetrics(step, {
-                "held_out/accuracy": accuracy, "held_out/wilson_low": accuracy - 0.05, "held_out/wilson_high": accuracy + 0.05,
-                "held_out/problems": 512,
-            })
+            StepMetrics(
+                step,
+                {
+                    "held_out/accuracy": accuracy,
+                    "held_out/wilson_low": accuracy - 0.05,
+                    "held_out/wilson_high": accuracy + 0.05,
+                    "held_out/problems": 512,
+                },
+            )
         )
     folder.write_trajectories(steps, "sampled: <script>alert(1)</script>")
     folder.event("warning", "a reward raised <ValueError>")
@@ -127,7 +145,9 @@ def test_who_did_what_has_a_table_if_there_were_several(folder: RunFolder) -> No
         numbers = {f"worker/tokens/{name}": count for name, count in by.items()} | {f"worker/groups/{name}": 2 for name in by}
         folder.append_metrics(StepMetrics(step, numbers | {"worker/wait_share/0": 0.1 * step}))
     assert worker_rows(StepColumns(folder.read_metrics())) == [
-        ("0", "1 to 3", "6", "60 (50%)", "20%"), ("1", "1 to 2", "4", "30 (25%)", ""), ("2", "3 to 3", "2", "30 (25%)", ""),
+        ("0", "1 to 3", "6", "60 (50%)", "20%"),
+        ("1", "1 to 2", "4", "30 (25%)", ""),
+        ("2", "3 to 3", "2", "30 (25%)", ""),
     ]
     page = write_report(folder).read_text()
     assert "<td>0</td><td>1 to 3</td><td>6</td><td>60 (50%)</td><td>20%</td>" in page
@@ -160,8 +180,16 @@ def test_a_finished_run(finished: tuple[RunFolder, str]) -> None:
         assert shown in page, shown
     titles = re.findall(r"<h3>(.*?)</h3>", page)
     assert {
-        "Held-out accuracy", "Reward", "Parts of the reward", "k3 KL from behaviour to proximal policy", "Spread of the log-ratio",
-        "Entropy", "Gradient norm", "Staleness", "Throughput", "Share of time that each side waits",
+        "Held-out accuracy",
+        "Reward",
+        "Parts of the reward",
+        "k3 KL from behaviour to proximal policy",
+        "Spread of the log-ratio",
+        "Entropy",
+        "Gradient norm",
+        "Staleness",
+        "Throughput",
+        "Share of time that each side waits",
         "Length of sampled and of trained answers",
         "pi_prox against mu",
     } <= set(titles)
@@ -232,7 +260,7 @@ def test_a_run_that_has_only_begun(folder: RunFolder, steps: int) -> None:
 def test_pictures_take_the_colours_of_the_page(pictures: list[Plot]) -> None:
     assert len(pictures) > 10
     for plot in pictures:
-        ElementTree.fromstring(plot.svg)    # well-formed
+        ElementTree.fromstring(plot.svg)  # well-formed
         assert "var(--ink)" in plot.svg and "var(--grid)" in plot.svg
         assert not re.search(r"fill: *(#000000|black)|stroke: *(#000000|black)", plot.svg), plot.title
 
@@ -245,7 +273,7 @@ def test_pictures_of_one_page_share_no_ids(pictures: list[Plot]) -> None:
 
 
 def test_values_that_are_not_finite_are_left_out_of_curves(folder: RunFolder) -> None:
-    fill(folder, 3)    # step 2 has an infinite gradient norm
+    fill(folder, 3)  # step 2 has an infinite gradient norm
     norm = next(curves for curves in CURVES if curves.title == "Gradient norm")
     assert draw_curves(norm, StepColumns(folder.read_metrics())) is not None
     assert draw_curves(norm, StepColumns([StepMetrics(1, {"learner/grad_norm": float("nan")})])) is None
@@ -311,7 +339,7 @@ def test_the_scatter_holds_trained_tokens_of_recent_steps_only(tmp_path: Path) -
     sample.save(tmp_path / "scatter.npz")
     back = ScatterSample.load(tmp_path / "scatter.npz")
     assert back.step.tolist() == [2, 2, 2, 3, 3, 3] == back.staleness.tolist()
-    assert set(back.behavior_logprobs[:3]) <= {200.0, 201.0, 202.0, 203.0, 204.0}    # tokens 5 to 9 are not trained
+    assert set(back.behavior_logprobs[:3]) <= {200.0, 201.0, 202.0, 203.0, 204.0}  # tokens 5 to 9 are not trained
     assert np.allclose(back.proximal_logprobs - back.behavior_logprobs, 0.5)
     assert back.behavior_logprobs.dtype == np.float32
 
