@@ -48,6 +48,16 @@ class ScalingCause(StrEnum):
     NO_LONGER_NEEDED = "no_longer_needed"
 
 
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """A new size."""
+
+    target: int
+    cause: ScalingCause
+    reason: str
+    """For people, with the numbers."""
+
+
 def discarded_as(reason: str) -> str:
     """Name of the number of groups discarded for this reason, among the book's counts."""
     return f"discarded ({reason})"

@@ -224,7 +224,6 @@ class ReplayedRun(Controller):
         self._begin_pool()
         probe_ids, pool = self._prompt(0).token_ids, self._pool
         self._sync = make_sync(config, self._learner, probe_ids, self.observer, pool, generation=0, on_receipt=self._receipt)
-        self.observer.follow(self._pool)
         self._waits: list[asyncio.Task[None]] = []
         self._late: LateLoop | None = None
         self._clock, self._counted_from, self._learned_at = LoopClock(), 0.0, time.monotonic()

@@ -4,7 +4,7 @@ handed over."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from operator import attrgetter
@@ -370,6 +370,11 @@ class WorkerLoad:
             return self
         added = self.generated_tokens - before.generated_tokens
         return WorkerLoad(self.busy_s - before.busy_s, self.up_s - before.up_s, added, self.requests_in_flight)
+
+
+def workers_wait(parts: Collection[WorkerLoad]) -> float:
+    """Share of their time in which engines had no request. Args: parts: as WorkerLoad.since returns; one of them has been up at least."""
+    return max(0.0, 1.0 - sum(part.busy_s for part in parts) / sum(part.up_s for part in parts))
 
 
 @dataclass(frozen=True, slots=True)

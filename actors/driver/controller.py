@@ -52,7 +52,7 @@ from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import ByDisk, by_disk
 from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_folder import Checkpoint, EventKind, RunFolder
-from evenkeel.actors.settings.true_on_policy import check_batch
+from evenkeel.actors.settings.true_on_policy import check_batch, metrics_of
 from evenkeel.actors.weights.weight_sync import WeightSync
 from evenkeel.correction.errors import DataError, EvenkeelError, StepAborted, counted
 from evenkeel.rollout.tasks.tasks import Task
@@ -273,7 +273,6 @@ class Controller:
             on_receipt=self._receipt,
         )
         self._ends_of_parts.push_async_callback(self._ended, "weight sync", self._sync.close)
-        observer.follow(self._pool)
         await self._pool.first_worker()
         observer.doing("sending the first weights to the engines")
         await self._sync.publish()
@@ -382,8 +381,11 @@ class Controller:
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
         result = await self._learn(batch)
         if (config := self._config).true_on_policy:
-            compared = partial(self._source.compared, batch.version, result)
-            await check_batch(compared, config.true_on_policy_on_difference, step=self._step + 1, observer=self._observer)
+            found = await self._source.compared(batch.version, result)
+            if said := check_batch(found, config.true_on_policy_on_difference, step=self._step + 1):
+                self._warn(said)
+            if found is not None:
+                self._observer.note(metrics_of(found))
         await self._publish()  # engines take it while we go on
         return result
 
@@ -395,7 +397,7 @@ class Controller:
     async def _publish(self) -> None:
         """The new weights, as the next version, if the engines are to have it."""
         self._version += 1
-        self._observer.trained()
+        self._observer.trained(self._pool.versions(), *self._pool.counts(), self._pool.target)
         if self._version % self._config.weight_sync.every_steps == 0 or self._evaluations.is_due(self._step + 1):
             await self._sync.publish()
 
@@ -404,7 +406,8 @@ class Controller:
         step, took = self._step + 1, self._watch.read()
         counts, discarded = self._source.settle(step, batch, version=self._version, published=self._sync.version)
         self._step, self._step_under_way = step, None
-        self._observer.end_step(step, self._version, batch, result, took, counts, discarded, self._observe)
+        loads = asyncio.create_task(self._pool.loads(self._version))
+        self._observer.end_step(step, self._version, batch, result, took, counts, discarded, loads, self._observe)
         self._learning.trained()
         self._empty_steps.note(step, batch, result)
 

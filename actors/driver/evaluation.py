@@ -15,10 +15,10 @@ from typing import Protocol
 
 from ray.exceptions import RayError
 
-from evenkeel.actors.carriers import EventLevel, WaitNotice
 from evenkeel.actors.config import DeadlinesConfig, EvaluationConfig
 from evenkeel.actors.metrics.held_out import UNKNOWN, Evaluation, Proportion, pass_at, share_over_questions
 from evenkeel.actors.processes.supervision import abandon, wait_for
+from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.weights.weight_sync import WeightSync
 from evenkeel.correction.errors import DeadlineExceeded, EvenkeelError, counted
 from evenkeel.rollout.config import AnswerSampling
@@ -66,18 +66,6 @@ def _pass_at(k: int, scored: Sequence[Sequence[bool]]) -> Proportion:
     return share_over_questions(values, sum(len(of_one) // k for of_one in enough)) if values else UNKNOWN
 
 
-class EvaluationObserver(Protocol):
-    """Takes the results of evaluations."""
-
-    def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None: ...
-
-    def event(self, level: EventLevel, text: str) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-    def waiting(self, notice: WaitNotice) -> None: ...
-
-
 class Evaluations:
     """The evaluations of a run: on all held-out questions at its ends, on some of them during training."""
 
@@ -87,7 +75,7 @@ class Evaluations:
         deadlines: DeadlinesConfig,
         answerer: Answerer,
         prompts: Sequence[Prompt],
-        observer: EvaluationObserver,
+        observer: Recorder,
         *,
         steps: int,
         counts_from: Callable[[], float] | None = None,

@@ -38,10 +38,11 @@ from evenkeel.actors.pool.faults import (
 )
 from evenkeel.actors.pool.pool_tasks import PoolTasks
 from evenkeel.actors.pool.rollout_worker import GroupOutcome
-from evenkeel.actors.pool.scaling import ScalingRule, StepLoad, first_workers, limits_of, unreached_limit, workers_wait
-from evenkeel.actors.pool.workers import PoolObserver, WorkerHandle, WorkerState
+from evenkeel.actors.pool.scaling import ScalingRule, StepLoad, first_workers, limits_of, unreached_limit
+from evenkeel.actors.pool.workers import WorkerHandle, WorkerState
 from evenkeel.actors.processes.pacing import CallThrottle, Phase
 from evenkeel.actors.processes.supervision import AGAIN_S, call_until_answered, call_with_retries, kill, unless_failed, unwrapped, wait_for
+from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.settings.deadlines import ANSWER_S, group_s
 from evenkeel.actors.settings.evaluation_places import evaluation_answers_at_once, questions_of_a_call
 from evenkeel.actors.weights.weight_sync import SyncTarget, WeightSync
@@ -58,7 +59,7 @@ from evenkeel.correction.errors import (
 )
 from evenkeel.rollout.config import AnswerSampling
 from evenkeel.rollout.rewards.rewards import RewardError
-from evenkeel.rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup, WorkerLoad
+from evenkeel.rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup, WorkerLoad, workers_wait
 
 log = logging.getLogger("evenkeel.pool")
 _STARTS = 3
@@ -81,7 +82,7 @@ class RolloutPool:
         deadlines: DeadlinesConfig,
         book: GroupBook,
         changes: Changes,
-        observer: PoolObserver,
+        observer: Recorder,
         places: int = 1,
         on_finished: Callable[[StoredGroup], object] = lambda _: None,
     ) -> None:

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from evenkeel.actors.carriers import ScalingCause
+from evenkeel.actors.carriers import ScalingCause, ScalingDecision
 from evenkeel.correction.errors import counted
 from evenkeel.rollout.config import RolloutConfig
-from evenkeel.rollout.trajectory import WorkerLoad
 
 LEARNER_WAITS = 0.15
 """The learner waits for data if it does so for more than this share of its time; a part of that is hand-over, which workers can't mend."""
@@ -59,21 +57,6 @@ class StepLoad:
     """Share of their time in which engines had no request."""
     workers: int
     """Workers whose engines are up."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingDecision:
-    """A new size."""
-
-    target: int
-    cause: ScalingCause
-    reason: str
-    """For people, with the numbers."""
-
-
-def workers_wait(parts: Collection[WorkerLoad]) -> float:
-    """Share of their time in which engines had no request. Args: parts: as WorkerLoad.since returns; one of them has been up at least."""
-    return max(0.0, 1.0 - sum(part.busy_s for part in parts) / sum(part.up_s for part in parts))
 
 
 def fed_by_admission(places: int, samples_per_group: int, requests_per_worker: int) -> int:

@@ -17,22 +17,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-from evenkeel.actors.carriers import ActorInfo, EventLevel, Ticket, WaitNotice, WorkerSettings
+from evenkeel.actors.carriers import ActorInfo, WorkerSettings
 from evenkeel.actors.cluster.cluster import lower_priority
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.pool.rollout_worker import RolloutWorker
-from evenkeel.actors.pool.scaling import ScalingDecision
 from evenkeel.actors.processes.pacing import CallThrottle
 from evenkeel.actors.processes.supervision import USUAL_START, call_with_retries, kill, until_silent, unwrapped, wait_for
 from evenkeel.actors.weights.weight_sync import SyncTarget
 from evenkeel.correction.errors import EvenkeelError
 from evenkeel.rollout.engine.heartbeat import MISSES
-from evenkeel.rollout.trajectory import GroupFacts, UnfinishedGroup, WorkerLoad
+from evenkeel.rollout.trajectory import UnfinishedGroup, WorkerLoad
 
 _LOAD_S = 5.0
 _RECEIPT_S = 1.0
@@ -102,28 +101,6 @@ class WorkerHandle:
         if generation:
             self.sync = SyncTarget(self.name, self.actor, node=self.sync.node)
             self.actor.follow.remote(generation)
-
-
-class PoolObserver(Protocol):
-    """Takes what happens in the pool."""
-
-    def joined(self, info: ActorInfo) -> None: ...
-
-    def left(self, worker: str) -> None:
-        """Args: worker: its name."""
-
-    def group_finished(self, group: GroupFacts, worker: str) -> None: ...
-
-    def handed_back(self, groups: int, tokens: int) -> None:
-        """A worker has handed back groups, which others will finish. Args: tokens: sampled for them so far."""
-
-    def scaled(self, decision: ScalingDecision) -> None: ...
-
-    def lost(self, tickets: Sequence[Ticket]) -> None: ...
-
-    def event(self, level: EventLevel, text: str) -> None: ...
-
-    def waiting(self, notice: WaitNotice) -> None: ...
 
 
 class LostGroups:

@@ -19,13 +19,22 @@ from typing import TYPE_CHECKING
 
 from ray.exceptions import RayError
 
-from evenkeel.actors.carriers import ActorInfo, DiscardedGroup, EventLevel, Observation, PreparedBatch, ScatterSample, Ticket, WaitNotice
+from evenkeel.actors.carriers import (
+    ActorInfo,
+    DiscardedGroup,
+    EventLevel,
+    Observation,
+    PreparedBatch,
+    ScalingDecision,
+    ScatterSample,
+    Ticket,
+    WaitNotice,
+)
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.catalogue import CATALOGUE
 from evenkeel.actors.metrics.exporter import DriverEndpoint
 from evenkeel.actors.metrics.held_out import Evaluation, cut_remark
 from evenkeel.actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
-from evenkeel.actors.pool.scaling import ScalingDecision
 from evenkeel.actors.processes.pacing import LoopClock
 from evenkeel.actors.processes.supervision import abandon, unless_set, wait_for
 from evenkeel.actors.record.disk_waits import wait_for_disk
@@ -55,7 +64,6 @@ from evenkeel.learner.results import SkipReason
 from evenkeel.rollout.trajectory import GroupFacts, Prompt, SyncReceipt, WorkerLoad
 
 if TYPE_CHECKING:
-    from evenkeel.actors.pool.pool import RolloutPool
     from evenkeel.actors.weights.weight_sync import SyncTarget
     from evenkeel.learner.results import StepResult
 
@@ -127,10 +135,6 @@ class Recorder:
         self._views = open_views(folder, config.metrics, partial(self.event, "warning"))  # last: a view that fails at once reports an event
 
     # -- actors ------------------------------------------------------------------------------------------------------
-
-    def follow(self, pool: RolloutPool) -> None:
-        """Set the rollout workers, which are asked for their loads at each step."""
-        self._pool = pool
 
     def serve(self) -> None:
         """Open the run's endpoint and the service discovery; needs a running Ray."""
@@ -217,11 +221,15 @@ class Recorder:
         """Further numbers of the step under way, by name of the catalogue."""
         self._extra.update(numbers)
 
-    def trained(self) -> None:
-        """The step's training has ended. Its weights go out next, so the versions that workers hold now are those they sampled with."""
-        self._versions = self._pool.versions()
-        joined, current = self._pool.counts()
-        self.note({"pool/workers": joined, "pool/current_workers": current, "pool/target_workers": self._pool.target})
+    def trained(self, versions: dict[str, int], workers: int, current: int, target: int) -> None:
+        """The step's training has ended. Its weights go out next, so the versions that workers hold now are those they sampled with.
+
+        Args:
+            versions: of each worker, by name.
+            workers, current, target: how many there are, hold the newest weights, and are wanted.
+        """
+        self._versions = versions
+        self.note({"pool/workers": workers, "pool/current_workers": current, "pool/target_workers": target})
 
     def saved(self, path: Path, seconds: float) -> None:
         self._extra["time/checkpoint_s"] = seconds
@@ -261,6 +269,7 @@ class Recorder:
         phases: Mapping[str, float],
         counts: Mapping[str, int],
         discarded: Sequence[DiscardedGroup],
+        loads: Awaitable[dict[str, WorkerLoad]],
         observe: Observe,
     ) -> None:
         """Take stock of a step that ends now; what is noted from here on belongs to the next one. Its line is written a moment later.
@@ -271,6 +280,7 @@ class Recorder:
             phases: seconds by phase of the loop.
             counts: of the book.
             discarded: groups given up since the step before.
+            loads: of the workers, as they answer now.
             observe: called at the latest when the next step ends.
         """
         self._begin_line()  # of the step before, if it was so short
@@ -291,7 +301,6 @@ class Recorder:
         metrics.update(self._extra | {"time/driver_late_s": self._clock.read()})
         metrics.update({name: total for name, total in self._totals.items() if not name.startswith("monitor/")})
         metrics.update(sync_metrics(self._receipts, differences) | worker_metrics(self._finished, self._versions))
-        loads = asyncio.create_task(self._pool.loads(version))
         step = _EndedStep(number, version, batch, result, metrics, phases, loads, self._finished, observe)
         self._ended = step, asyncio.get_running_loop().call_later(_LATER_S, self._begin_line)
         self._finished, self._receipts, self._extra = {}, [], {}

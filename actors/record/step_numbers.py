@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING
 
 from evenkeel.actors.carriers import Example, PreparedBatch
 from evenkeel.actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED, STALENESS_PLACES
-from evenkeel.actors.pool.scaling import workers_wait
 from evenkeel.correction.diagnostics.batch_numbers import kept_numbers, staleness_numbers
 from evenkeel.learner.results import SkipReason
-from evenkeel.rollout.trajectory import AnswerFacts, FailureKind, FinishReason, GroupFacts, SyncReceipt, WorkerLoad, have_one_reward
+from evenkeel.rollout.trajectory import (
+    AnswerFacts,
+    FailureKind,
+    FinishReason,
+    GroupFacts,
+    SyncReceipt,
+    WorkerLoad,
+    have_one_reward,
+    workers_wait,
+)
 
 if TYPE_CHECKING:
     from evenkeel.learner.results import StepResult

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from evenkeel.actors.carriers import EventLevel
 from evenkeel.actors.config import OnDifference
 from evenkeel.correction.errors import ActorLost, EngineError
 
@@ -16,31 +14,19 @@ if TYPE_CHECKING:  # read by commands that answer at once: without torch
     from evenkeel.learner.results import StepValues
 
 
-class BatchObserver(Protocol):
-    """Takes what the comparison of a batch has found."""
+def check_batch(found: Agreement | None, on_difference: OnDifference, *, step: int) -> str:
+    """Before the new weights go anywhere. Args: found: in the batch of the step; None: it is gone with who had it.
 
-    def event(self, level: EventLevel, text: str) -> None: ...
-
-    def note(self, numbers: dict[str, float]) -> None: ...
-
-
-async def check_batch(
-    compared: Callable[[], Awaitable[Agreement | None]], on_difference: OnDifference, *, step: int, observer: BatchObserver
-) -> None:
-    """With true on-policy: before the new weights go anywhere. Args: compared: asks who has the batch to compare it.
-
-    Raises: EngineError at the first difference, if that ends the run; ActorLost then, too, if the batch is gone with who had it.
+    Returns: what there is to say of it; empty: all is equal.
+    Raises: EngineError at the first difference, if that ends the run; ActorLost then, too, if the batch is gone.
     """
-    found = await compared()
     if found is None:
         lacking = f"step {step}: its batch is gone with the correction service, and can't be compared bit by bit"
         if on_difference == "stop":
             raise ActorLost(lacking)
-        return observer.event("warning", lacking)
+        return lacking
     raise_on_difference(found, on_difference, step=step)
-    if found.first is not None:
-        observer.event("warning", f"step {step}: {describe_difference(found)}")
-    observer.note(metrics_of(found))
+    return "" if found.first is None else f"step {step}: {describe_difference(found)}"
 
 
 def compare_batch(batch: PackedBatch, values: StepValues) -> Agreement:

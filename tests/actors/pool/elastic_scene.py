@@ -15,10 +15,9 @@ import pytest
 import ray.exceptions
 
 import evenkeel.actors.pool.workers
-from evenkeel.actors.carriers import ActorInfo, BegunTicket, Ticket, WorkerSettings
+from evenkeel.actors.carriers import ActorInfo, BegunTicket, ScalingDecision, Ticket, WorkerSettings
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.pool.pool import RolloutPool
-from evenkeel.actors.pool.scaling import ScalingDecision
 from evenkeel.actors.processes.pacing import Stopwatch
 from evenkeel.correction.errors import EngineError
 from evenkeel.rollout.config import AnswerSampling, RolloutConfig

@@ -7,10 +7,9 @@ import io
 import json
 import math
 import urllib.request
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,15 +78,7 @@ def observe(folder: RunFolder, totals: dict[str, float] | None = None, config: R
         seen.recorder.serve()
 
     asyncio.run(serve())
-    seen.recorder.follow(members())
     return seen
-
-
-def members(loads: Mapping[str, WorkerLoad] | None = None, versions: Callable[[], dict[str, int]] = dict, current: int = 1) -> Any:
-    """In place of the pool's members."""
-    return SimpleNamespace(
-        loads=lambda _: asyncio.sleep(0, loads or {}), versions=versions, counts=lambda: (len(versions()), current), target=3
-    )
 
 
 @pytest.fixture
@@ -127,10 +118,12 @@ def end_step(
     result: StepResult | None = None,
     counts: Mapping[str, int] = COUNTS,
     discarded: Sequence[DiscardedGroup] = (),
+    loads: Awaitable[dict[str, WorkerLoad]] | None = None,
 ) -> None:
-    """As the controller does. Args: observed: None: the service tells nothing."""
-    batch, result = batch or batch_of(), result or result_of(step)
-    recorder.end_step(step, step, batch, result, {"train": 1.0}, counts, discarded, lambda *_: observed or asyncio.sleep(0, None))
+    """As the controller does. Args: observed: None: the service tells nothing. loads: None: no worker answers."""
+    batch, result, loads = batch or batch_of(), result or result_of(step), loads or asyncio.sleep(0, {})
+    ask = lambda *_: observed or asyncio.sleep(0, None)  # noqa: E731
+    recorder.end_step(step, step, batch, result, {"train": 1.0}, counts, discarded, loads, ask)
 
 
 async def write(recorder: Recorder, *steps: tuple[int, Observation | None]) -> None:

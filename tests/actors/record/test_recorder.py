@@ -8,14 +8,12 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from evenkeel.actors.carriers import ActorInfo, DiscardedGroup, DiscardReason, Example, Observation, ScalingCause
+from evenkeel.actors.carriers import ActorInfo, DiscardedGroup, DiscardReason, Example, Observation, ScalingCause, ScalingDecision
 from evenkeel.actors.driver.evaluation import evaluate
 from evenkeel.actors.metrics.step_metrics import StepMetrics, by_worker
-from evenkeel.actors.pool.scaling import ScalingDecision
 from evenkeel.actors.record import recorder as recorder_module
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.step_numbers import trajectories_text
@@ -37,7 +35,6 @@ from tests.actors.record.recorder_cases import (
     batch_of,
     diagnosed,
     end_step,
-    members,
     observe,
     result_of,
     write,
@@ -141,7 +138,7 @@ def test_a_steps_numbers_are_asked_for_a_moment_after_it_or_when_the_next_one_en
 
     async def scenario() -> None:
         for step in (1, 2):
-            seen.recorder.end_step(step, step, batch_of(), result_of(step), {}, COUNTS, [], ask)
+            seen.recorder.end_step(step, step, batch_of(), result_of(step), {}, COUNTS, [], asyncio.sleep(0, {}), ask)
             assert asked == []
         await asyncio.sleep(0.05)
         assert asked == [1]
@@ -244,17 +241,14 @@ def test_changes_of_the_pools_size_are_told_and_counted_by_cause(seen: Seen) -> 
 
 def test_workers_are_counted_before_a_steps_weights_go_out(seen: Seen) -> None:
     """Two of three held the newest by then; right after it none does. Prometheus forgets who left, now and when the step is told."""
-    held = {"0": 4, "1": 4, "2": 3}
 
     async def scenario() -> None:
         recorder = seen.recorder
-        recorder.follow(members(versions=lambda: dict(held), current=2))
-        for name in held:
+        for name in ("0", "1", "2"):
             recorder.joined(ActorInfo("rollout", name, 1, "127.0.0.1:1"))
         for name, tokens in (("0", 10), ("1", 20), ("0", 5), ("2", 40)):
             recorder.group_finished(facts(1, tokens), name)
-        recorder.trained()
-        held.update(dict.fromkeys(held, -1))
+        recorder.trained({"0": 4, "1": 4, "2": 3}, 3, 2, 3)
         end_step(recorder, 1)
         recorder.left("2")
         await recorder.flush()
@@ -282,8 +276,7 @@ def test_the_load_of_a_worker_that_has_left_is_not_kept(seen: Seen) -> None:
         recorder, wait = seen.recorder, asyncio.get_running_loop().create_future()
         for name in ("0", "1"):
             recorder.joined(worker(name))
-        recorder.follow(members({name: WorkerLoad(1.0, 2.0, 3, 4) for name in ("0", "1")}))
-        end_step(recorder, 1, wait)
+        end_step(recorder, 1, wait, loads=asyncio.sleep(0, {name: WorkerLoad(1.0, 2.0, 3, 4) for name in ("0", "1")}))
         flushing = asyncio.create_task(recorder.flush())
         await asyncio.sleep(0)
         recorder.left("1")
@@ -292,8 +285,7 @@ def test_the_load_of_a_worker_that_has_left_is_not_kept(seen: Seen) -> None:
         recorder.left("0")
         for name in ("0", "1"):
             recorder.joined(worker(name))
-        recorder.follow(members({name: WorkerLoad(0.75, 1.0, 3, 1) for name in ("0", "1")}))
-        end_step(recorder, 2)
+        end_step(recorder, 2, loads=asyncio.sleep(0, {name: WorkerLoad(0.75, 1.0, 3, 1) for name in ("0", "1")}))
         await recorder.flush()
 
     asyncio.run(scenario())
@@ -334,8 +326,7 @@ def test_a_run_that_may_have_seconds_left_waits_for_no_diagnostics(seen: Seen) -
 
     async def scenario() -> None:
         never = asyncio.get_running_loop().create_future
-        seen.recorder.follow(SimpleNamespace(loads=lambda _: asyncio.Event().wait()))  # type: ignore[arg-type]
-        end_step(seen.recorder, 1, never())
+        end_step(seen.recorder, 1, never(), loads=never())
         flushing = asyncio.create_task(seen.recorder.flush())
         await asyncio.sleep(0.05)
         assert not flushing.done()

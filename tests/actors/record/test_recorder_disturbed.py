@@ -23,7 +23,7 @@ from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.correction.early_warning.monitor import State
 from evenkeel.correction.errors import DeadlineExceeded
 from tests.actors.metrics.test_metrics import scalars
-from tests.actors.record.recorder_cases import CONFIG, WATCH, Seen, diagnosed, end_step, members, observe, write
+from tests.actors.record.recorder_cases import CONFIG, WATCH, Seen, diagnosed, end_step, observe, write
 from tests.actors.record.recorder_cases import seen as seen
 from tests.actors.simulated_time import simulate
 
@@ -221,13 +221,11 @@ def test_a_flush_has_an_end_that_counts_from_the_last_line(folder: RunFolder, mo
     monkeypatch.setattr(recorder.disk, "done", lambda: asyncio.sleep(0))  # its thread knows nothing of simulated time
 
     async def scenario() -> None:
-        recorder.follow(members())
         for step in (1, 2, 3):
             end_step(recorder, step, asyncio.sleep(90.0 * step, diagnosed(state=State.OK)))
         await recorder.flush()
         assert asyncio.get_running_loop().time() == pytest.approx(270.0)
-        recorder.follow(SimpleNamespace(loads=lambda _: asyncio.sleep(900.0, {})))  # type: ignore[arg-type]
-        end_step(recorder, 4)
+        end_step(recorder, 4, loads=asyncio.sleep(900.0, {}))
         with pytest.raises(DeadlineExceeded, match="numbers of the last steps: not done in 800 s"):
             await recorder.flush()
         await asyncio.sleep(200.0)
