@@ -165,15 +165,8 @@ def step_of_line(line: bytes) -> int:
 
 
 def last_step(path: Path) -> int:
-    """Step of the last whole line, without reading the others; 0 if there is none. Raises: OSError if the disk doesn't give the file."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-        return step_of(json.loads(lines[-1])) if lines else 0
-    except (FileNotFoundError, *_NOT_OURS):
-        return 0
+    """Step of the last line that can be read; 0 if there is none. Raises: OSError if the disk doesn't give the file."""
+    return next(iter(JsonLines(path).last(1, step_of)), 0)
 
 
 def append_whole(path: Path, content: bytes) -> None:

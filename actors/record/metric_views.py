@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenkeel.actors.json_lines import JsonLines, append_whole, step_of
+from evenkeel.actors.json_lines import append_whole, last_step
 from evenkeel.actors.metrics.catalogue import Kind
 from evenkeel.actors.metrics.step_metrics import StepMetrics, lookup
 from evenkeel.actors.record.disk_writer import FileThread
@@ -200,7 +200,7 @@ def open_views(folder: RunFolder, config: MetricsConfig, notify: Callable[[str],
     Raises: ConfigError if Weights & Biases is asked for and not installed.
     """
     # Of a resumed run: its lines have been taken back to the checkpoint that it goes on from.
-    last = next(iter(JsonLines(folder.metrics_path).last(1, step_of)), None)
+    last = last_step(folder.metrics_path) or None
     views: list[View] = [TensorBoardView(folder.tensorboard_path, resumed_from=last)]
     if config.wandb_project:
         of_run = folder.read_config()

@@ -88,8 +88,6 @@ goes first."""
 class _EndedStep:
     """What is known of a step at its end, and belongs to it."""
 
-    number: int
-    version: int
     batch: PreparedBatch
     result: StepResult
     metrics: StepMetrics
@@ -301,7 +299,7 @@ class Recorder:
         metrics.update(self._extra | {"time/driver_late_s": self._clock.read()})
         metrics.update({name: total for name, total in self._totals.items() if not name.startswith("monitor/")})
         metrics.update(sync_metrics(self._receipts, differences) | worker_metrics(self._finished, self._versions))
-        step = _EndedStep(number, version, batch, result, metrics, phases, loads, self._finished, observe)
+        step = _EndedStep(batch, result, metrics, phases, loads, self._finished, observe)
         self._ended = step, asyncio.get_running_loop().call_later(_LATER_S, self._begin_line)
         self._finished, self._receipts, self._extra = {}, [], {}
 
@@ -340,11 +338,12 @@ class Recorder:
         if self._ended is not None:
             (step, later), self._ended = self._ended, None
             later.cancel()
-            observed = asyncio.ensure_future(step.observe(step.number, step.batch.version, step.result))
+            observed = asyncio.ensure_future(step.observe(step.metrics.step, step.batch.version, step.result))
             self._writing = asyncio.create_task(self._write(step, observed, self._writing))
 
     async def _write(self, step: _EndedStep, observed: Awaitable[Observation | None], previous: asyncio.Task[None] | None) -> None:
-        number, batch, result, metrics = step.number, step.batch, step.result, step.metrics
+        batch, result, metrics = step.batch, step.result, step.metrics
+        number = metrics.step
         if previous is not None:
             await previous
         await self._tell_skipped(number, batch, result)

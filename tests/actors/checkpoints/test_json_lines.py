@@ -44,7 +44,7 @@ def test_what_is_no_such_line_is_left_out(lines: JsonLines, foreign: str) -> Non
 def test_a_line_whose_step_is_no_whole_number_belongs_to_none(lines: JsonLines, step: str, tmp_path: Path) -> None:
     with lines.path.open("a") as file:
         file.write(f'{{"step": {step}}}\n')
-    assert lines.read(step_of) == [1, 2, 3] and last_step(lines.path) == 0
+    assert lines.read(step_of) == [1, 2, 3] and last_step(lines.path) == 3
     assert lines.rewind(3, to=tmp_path / "moved.jsonl") == 1 and last_step(lines.path) == 3
 
 

@@ -19,7 +19,7 @@ from evenkeel.actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS
 from evenkeel.actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
 from evenkeel.actors.record.metric_views import TensorBoardView, WandbView, open_views, views_from_an_earlier_step
 from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.actors.record.step_numbers import _placed, diagnostic_metrics
+from evenkeel.actors.record.step_numbers import diagnostic_metrics, objective_metrics
 from evenkeel.actors.record.terminal import _STEP_LINE, step_line
 from evenkeel.correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from evenkeel.correction.diagnostics.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family
@@ -27,6 +27,7 @@ from evenkeel.correction.errors import ConfigError
 from evenkeel.correction.settings.parts import CriterionConfig
 from evenkeel.report.plots import _CURVES, StepColumns
 from evenkeel.report.report import _SUMMARY, summary_rows
+from tests.actors.record.recorder_cases import result_of
 from tests.correction.fixtures import random_batch
 
 ROOT = Path(__file__).parents[3]
@@ -110,7 +111,7 @@ def test_numbers_of_the_correction_are_listed_one_by_one() -> None:
         numbers = diagnose(batch, corrected, target, decided=trained.decided, entropy=target.abs(), detailed=True)
         metrics = StepMetrics(1, diagnostic_metrics(numbers))
         told = loss_metrics(trained.partials, config)
-        metrics.update(_placed("loss/", told, LOSS_PLACES))
+        metrics.update(objective_metrics(result_of(1, metrics=told)))
         assert metrics["correction/kept_share"] == numbers["kept_share"]
         assert not told.keys() & numbers.keys(), "each number is told once"
     with pytest.raises(MetricError, match=r"nearest one is 'correction/kept_share'"):
@@ -124,7 +125,7 @@ def test_only_the_kl_to_the_start_model_is_told_as_such(anchor: str, place: str)
     batch, target = random_batch(1)
     config = CorrectionConfig.model_validate({"preset": "mis-full", "kl": {"coefficient": 0.1, "anchor": anchor}})
     told = loss_metrics(policy_loss(correct(batch, config), target, config, target.abs()).partials, config)
-    assert [name for name in _placed("loss/", told, LOSS_PLACES) if name.endswith(("reference_kl", "anchor_kl"))] == [place]
+    assert [name for name in objective_metrics(result_of(1, metrics=told)) if name.endswith(("reference_kl", "anchor_kl"))] == [place]
 
 
 def test_a_number_of_the_correction_is_described_at_its_source_alone() -> None:
