@@ -21,8 +21,7 @@ from evenkeel.actors.cluster.hub import model_folder
 from evenkeel.actors.groups.tokens import read_now
 from evenkeel.actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
 from evenkeel.actors.processes.part_heartbeat import OUT_OF_TURN, SequentialHeartbeatActor
-from evenkeel.actors.ranks.collective_calls import NumberedRank, collective
-from evenkeel.actors.ranks.rank_faults import names_failures
+from evenkeel.actors.ranks.collective_calls import NumberedRank, collective, names_failures
 from evenkeel.actors.settings.devices import check_received
 from evenkeel.correction.errors import DataError, EngineError, SyncError
 from evenkeel.engines.machine import gc_paused

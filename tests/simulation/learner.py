@@ -20,9 +20,8 @@ import ray
 import torch
 
 from evenkeel.actors.carriers import ActorInfo, ExportPlan, WeightSnapshot
-from evenkeel.actors.ranks.collective_calls import collective
+from evenkeel.actors.ranks.collective_calls import as_rank_failure, collective, names_failures
 from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
-from evenkeel.actors.ranks.rank_faults import as_rank_failure, names_failures
 from evenkeel.correction.errors import DataError
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.results import Proximal, SkipReason, StepResult, StepValues

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from evenkeel.actors.ranks.collective_calls import as_rank_failure
 from evenkeel.actors.ranks.learner_rank_actor import LearnerRankActor
-from evenkeel.actors.ranks.rank_faults import as_rank_failure
 from evenkeel.correction.errors import ActorLost, DataError, RankFailed, StepAborted
 from evenkeel.learner.config import LearnerConfig
 
