@@ -88,7 +88,6 @@ def names_failures(method: M) -> M:
     return cast(M, call)
 
 
-M = TypeVar("M", bound=Callable[..., Any])
 _ANSWER_S = 10.0
 """Seconds in which a rank answers out of turn, as which call it has begun."""
 
