@@ -25,7 +25,8 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket, discarded_as
@@ -43,6 +44,29 @@ class GroupState(StrEnum):
 
 
 _UNDER_SAMPLING = (GroupState.WAITING, GroupState.SAMPLING)
+MAX_ENGINE_LOSSES = 3
+"""A group with which so many engines were lost is taken for the cause, and discarded."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempts:
+    """What went wrong while a group was sampled, since it was admitted or its tokens were lost."""
+
+    failed: int = 0
+    """Requests that got no usable answer."""
+    unreached: int = 0
+    """Calls that could not reach a worker, though it answered its heartbeat."""
+    engines_lost: int = 0
+    """Engines lost while they sampled it."""
+    failed_at: str = ""
+    """Worker that could not sample it last: another one takes it, if one has the published weights or will soon have them."""
+    is_overdue: bool = False
+    """It has waited for another worker as long as new weights may take: only who is ready counts as one."""
+    lost_with: str = ""
+    """Worker that was lost with it; empty: none, or another one has taken it since."""
+
+
+_NOTHING = Attempts()
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +86,7 @@ class Entry:
     """Of the batch that it is drawn for; -1: none."""
     losses: int = 0
     """Times that its tokens could not be read after it was drawn."""
+    attempts: Attempts = field(default_factory=Attempts)
 
 
 def discard_reason(group: GroupFacts, *, dynamic_sampling: bool) -> DiscardReason | None:
@@ -109,6 +134,10 @@ class GroupBook:
         """A heap of the finished groups' ids; some may have been drawn or discarded since."""
         self._lost: list[int] = []
         """Ids of groups that `take_lost` has not returned yet."""
+        self._suspects: set[int] = set()
+        """Groups that the next lost engine makes the cause."""
+        self._orphans: Counter[str] = Counter()
+        """Number of groups that nobody has taken since their worker was lost, by its name."""
         if snapshot is not None:
             finished = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in snapshot.finished]
             for ticket in sorted([*snapshot.in_flight, *finished], key=lambda ticket: ticket.group_id):
@@ -149,10 +178,15 @@ class GroupBook:
             entry.worker, entry.called_at = worker, now
             self._move(entry, GroupState.SAMPLING)
 
-    def waits(self, group_id: int) -> bool:
-        """Note that another worker has to sample the group. False: it is finished or gone, and nobody has to."""
+    def waits(self, group_id: int, *, failed_at: str = "") -> bool:
+        """Note that another worker has to sample the group. False: it is finished or gone, and nobody has to.
+
+        Args: failed_at: name of the worker that could not sample it.
+        """
         if (entry := self._sampled(group_id)) is None:
             return False
+        if failed_at:
+            entry.attempts.failed_at, entry.attempts.is_overdue = failed_at, False
         self._move(entry, GroupState.WAITING)
         return True
 
@@ -170,6 +204,7 @@ class GroupBook:
         if now is not None:
             entry.finished_at = now
             self.delays.answered(group.facts, now, called_at=entry.called_at)
+        self._close(entry)
         self._move(entry, GroupState.FINISHED)
         heapq.heappush(self._finished, group.group_id)
         self._changed()
@@ -179,9 +214,81 @@ class GroupBook:
         """Discard a group that nobody could sample. False, and nothing changes, if it is finished or gone."""
         if (entry := self._sampled(group_id)) is None:
             return False
+        self._close(entry)
         self._discard(entry, reason)
         self._changed()
         return True
+
+    def attempts(self, group_id: int) -> Attempts:
+        """What went wrong with a group that is being sampled, or waits to be; nothing with all others. Changed by the book alone."""
+        entry = self._sampled(group_id)
+        return _NOTHING if entry is None else entry.attempts
+
+    def failed(self, group_id: int) -> int:
+        """Count a request that got no usable answer. Returns: how many there were; 0 if the group is finished or gone."""
+        if (entry := self._sampled(group_id)) is None:
+            return 0
+        entry.attempts.failed += 1
+        return entry.attempts.failed
+
+    def unreached(self, group_id: int) -> int:
+        """Count a call that could not reach a worker. Returns: as `failed`."""
+        if (entry := self._sampled(group_id)) is None:
+            return 0
+        entry.attempts.unreached += 1
+        return entry.attempts.unreached
+
+    def engine_lost(self, group_id: int) -> int:
+        """Count an engine that was lost while it sampled the group. Returns: as `failed`."""
+        if (entry := self._sampled(group_id)) is None:
+            return 0
+        entry.attempts.engines_lost += 1
+        if entry.attempts.engines_lost == MAX_ENGINE_LOSSES - 1:
+            self._suspects.add(group_id)
+        return entry.attempts.engines_lost
+
+    def is_suspect(self, group_id: int) -> bool:
+        """Whether the next lost engine makes this group the cause. A worker is given only one such group at a time."""
+        return group_id in self._suspects
+
+    def have_suspect(self, group_ids: AbstractSet[int]) -> bool:
+        """Whether one of these is suspect. Takes the same time however many there are."""
+        return not self._suspects.isdisjoint(group_ids)
+
+    def overdue(self, group_id: int) -> None:
+        """Note that a group that failed has waited for another worker as long as new weights may take."""
+        if (entry := self._sampled(group_id)) is not None and entry.attempts.failed_at:
+            entry.attempts.is_overdue = True
+
+    def orphaned(self, group_ids: Iterable[int], worker: str) -> None:
+        """Note that the worker of these groups was lost."""
+        for group_id in group_ids:
+            if (entry := self._sampled(group_id)) is not None:
+                self._adopt(entry)
+                entry.attempts.lost_with = worker
+                self._orphans[worker] += 1
+
+    def adopted(self, group_id: int) -> None:
+        """Note that a worker has taken the group, whose own one may have been lost."""
+        if (entry := self._sampled(group_id)) is not None:
+            self._adopt(entry)
+
+    def orphans(self, worker: str) -> int:
+        """Number of groups that were lost with this worker, and that nobody has taken since."""
+        return self._orphans[worker]
+
+    def _adopt(self, entry: Entry) -> None:
+        worker, entry.attempts.lost_with = entry.attempts.lost_with, ""
+        if worker:
+            self._orphans[worker] -= 1
+            if not self._orphans[worker]:
+                del self._orphans[worker]  # spot workers come and go for weeks
+
+    def _close(self, entry: Entry) -> None:
+        """Nobody has to sample the group: forget what went wrong with it."""
+        self._adopt(entry)
+        self._suspects.discard(entry.ticket.group_id)
+        entry.attempts = Attempts()
 
     def take_lost(self) -> list[Ticket]:
         """Tickets of groups that were lost since the last call, to be sampled again."""

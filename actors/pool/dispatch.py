@@ -1,5 +1,5 @@
 """Which worker takes which work: work waits in one place, and workers take it when they have free slots. A plain state machine: no Ray, no
-clock.
+clock. What went wrong with a group so far, it asks the book.
 
 Two lists wait, oldest first: groups, and the questions of evaluations. What a worker takes is bounded by its slots, and by its share: of
 all that waits or is under way no worker holds more than an equal part, so that the first to hold new weights leaves the others theirs.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from evenkeel.actors.carriers import BegunTicket, Ticket
+from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.settings.evaluation_places import EVALUATION_SHARE, evaluation_answers_at_once
 from evenkeel.rollout.config import AnswerSampling
 from evenkeel.rollout.trajectory import Prompt, Trajectory, UnfinishedGroup
@@ -24,6 +25,7 @@ from evenkeel.rollout.trajectory import Prompt, Trajectory, UnfinishedGroup
 class PoolWorker(Protocol):
     """What a worker has under way."""
 
+    name: str
     groups: set[int]
     questions: int
 
@@ -63,38 +65,12 @@ class WaitingWork:
         """Answers that these ask for; of an evaluation that has ended without them also those that aren't at the head yet."""
         self.is_fed = False
         """Training goes on: evaluations keep to their share of the slots."""
-        self._failed_at: dict[int, PoolWorker] = {}
-        """By group: the worker that could not sample it."""
-        self._overdue: set[int] = set()
-        """Groups of `_failed_at` that have waited for another worker long enough."""
-        self._suspects: set[int] = set()
 
     def add_groups(self, tickets: Sequence[Ticket]) -> None:
         """New ones, or those of a worker that failed, which are older than others that wait."""
         for ticket in tickets:
             self._came += 1
             heapq.heappush(self._tickets, (ticket.group_id, self._came, ticket))
-
-    def add_failed(self, ticket: Ticket, worker: PoolWorker) -> None:
-        """One that a worker could not sample: another takes it, if one has the published weights or will soon have them."""
-        self._failed_at[ticket.group_id] = worker
-        self._overdue.discard(ticket.group_id)
-        self.add_groups([ticket])
-
-    def prefer_ready(self, group_id: int) -> None:
-        """A group that failed has waited for as long as new weights may take: from now on only who is ready counts as another worker."""
-        if group_id in self._failed_at:
-            self._overdue.add(group_id)
-
-    def suspect(self, group_id: int) -> None:
-        """Note that engines were lost with this group: a worker takes only one such group at a time."""
-        self._suspects.add(group_id)
-
-    def forget(self, group_id: int) -> None:
-        """Drop the records about a group that is finished or discarded."""
-        self._failed_at.pop(group_id, None)
-        self._overdue.discard(group_id)
-        self._suspects.discard(group_id)
 
     def add_questions(self, parts: Sequence[Questions]) -> None:
         self._questions += parts
@@ -108,7 +84,9 @@ class WaitingWork:
         questions = f"{self._asked} evaluation answers" if self._first_questions() else ""
         return " and ".join(part for part in (groups, questions) if part) or "nothing"
 
-    def take(self, ready: Sequence[T], candidates: Sequence[T], most: int | None = None) -> Iterator[tuple[T, Ticket | Questions]]:
+    def take(
+        self, book: GroupBook, ready: Sequence[T], candidates: Sequence[T], most: int | None = None
+    ) -> Iterator[tuple[T, Ticket | Questions]]:
         """What workers take now, as (worker, what one call to it is given); counted among what they have under way.
 
         Args:
@@ -119,7 +97,7 @@ class WaitingWork:
         if self._first_questions():
             yield from self._take_questions(ready, candidates)
         if self._tickets:
-            yield from self._take_groups(ready, candidates, len(self._tickets) if most is None else most)
+            yield from self._take_groups(book, ready, candidates, len(self._tickets) if most is None else most)
 
     def _take_questions(self, ready: Sequence[T], candidates: Sequence[T]) -> Iterator[tuple[T, Questions]]:
         slots, samples = self._slots, self._samples_per_group
@@ -133,30 +111,32 @@ class WaitingWork:
             self._drop_first_questions()
             yield worker, part
 
-    def _take_groups(self, ready: Sequence[T], candidates: Sequence[T], most: int) -> Iterator[tuple[T, Ticket]]:
+    def _take_groups(self, book: GroupBook, ready: Sequence[T], candidates: Sequence[T], most: int) -> Iterator[tuple[T, Ticket]]:
         total = len(self._tickets) + sum(len(w.groups) for w in candidates)
         share, rest = divmod(total, max(1, len(candidates)))  # `rest` workers may hold one more than that
         above = sum(len(w.groups) > share for w in candidates)
         for worker in sorted(ready, key=lambda w: (len(w.groups), w.questions)):
             held = len(worker.groups)
             free = min(min(share + (above < rest), self._room(worker)) - held, most)
-            taken = self._take_tickets(worker, max(0, free), ready, candidates)
+            taken = self._take_tickets(book, worker, max(0, free), ready, candidates)
             most -= len(taken)
             worker.groups.update(ticket.group_id for ticket in taken)
             above += held <= share < len(worker.groups)
             yield from ((worker, ticket) for ticket in taken)
 
-    def _take_tickets(self, worker: PoolWorker, count: int, ready: Sequence[PoolWorker], candidates: Sequence[PoolWorker]) -> list[Ticket]:
+    def _take_tickets(
+        self, book: GroupBook, worker: PoolWorker, count: int, ready: Sequence[PoolWorker], candidates: Sequence[PoolWorker]
+    ) -> list[Ticket]:
         """The oldest ones that this worker may have."""
         taken: list[Ticket] = []
         passed = []
-        has_suspect = not self._suspects.isdisjoint(worker.groups)
+        has_suspect = book.have_suspect(worker.groups)
         while self._tickets and len(taken) < count:
             entry = heapq.heappop(self._tickets)
             ticket = entry[-1]
-            is_suspect = ticket.group_id in self._suspects
-            others = ready if ticket.group_id in self._overdue else candidates
-            failed_here = len(others) > 1 and self._failed_at.get(ticket.group_id) is worker
+            is_suspect, attempts = book.is_suspect(ticket.group_id), book.attempts(ticket.group_id)
+            others = ready if attempts.is_overdue else candidates
+            failed_here = len(others) > 1 and attempts.failed_at == worker.name
             if failed_here or (is_suspect and has_suspect):
                 passed.append(entry)
                 continue

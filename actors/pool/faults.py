@@ -12,13 +12,12 @@
   it does when a worker that starts gets no score for its sample, in a run that has had scores: that is no engine lost.
 * Queue or reward late: the run waits and says so; nothing is killed.
 * Infrastructure (an actor can't be reached at present): the call is repeated (supervision.call_with_retries), and the heartbeat decides
-  whether the actor is lost. A group is discarded after _UNREACHED such calls.
+  whether the actor is lost. A group is discarded after MAX_UNREACHED such calls.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 
 from evenkeel.actors.carriers import Notify
 from evenkeel.actors.processes.pacing import doubled_pause_s
@@ -36,9 +35,7 @@ _TOGETHER_S = 15.0
 """Seconds within which engines of one node are lost with it."""
 ATTEMPTS = 2
 """Failed requests of one group after which it is discarded."""
-MAX_ENGINE_LOSSES = 3
-"""A group with which so many engines were lost is taken for the cause, and discarded."""
-_UNREACHED = 5
+MAX_UNREACHED = 5
 """Calls for one group that could not reach a worker for half a minute, though it answered its heartbeat, before the group is discarded."""
 _OUTCOMES = 64
 FEWEST_FAILED = 16
@@ -167,77 +164,6 @@ class LatestGroups:
 
     def __str__(self) -> str:
         return f"{self._bad} of the last {len(self._outcomes)} groups"
-
-
-class GroupOutcomes:
-    """Groups that failed or were lost, and how many of the latest ones were usable."""
-
-    def __init__(self, window_s: float = WINDOW_S) -> None:
-        """Args: window_s: seconds after which a group no longer counts."""
-        self._failures: Counter[int] = Counter()
-        self._engine_losses: Counter[int] = Counter()
-        """By group: engines lost while they sampled it."""
-        self._unreached: Counter[int] = Counter()
-        self._in_a_row: dict[str, set[int]] = {}
-        """Of workers that are there: groups whose requests to it have failed since it last finished one."""
-        self._latest = LatestGroups(window_s)
-
-    def finished(self, group_id: int, worker: str, now: float) -> None:
-        """A worker has sampled it. Args: now: seconds."""
-        self._close(group_id, now, is_usable=True)
-        self._in_a_row.pop(worker, None)
-
-    def failed(self, group_id: int, worker: str) -> bool:
-        """A request of the group got no usable answer. Returns: whether it may be tried again."""
-        self._failures[group_id] += 1
-        self._in_a_row.setdefault(worker, set()).add(group_id)
-        return self._failures[group_id] < ATTEMPTS
-
-    def unreached(self, group_id: int) -> bool:
-        """A worker could not be reached for this group. Returns: whether it may be tried again."""
-        self._unreached[group_id] += 1
-        return self._unreached[group_id] < _UNREACHED
-
-    def is_failing(self, worker: str) -> bool:
-        """Whether the worker's last requests, for FAILING_AFTER different groups, have all failed, so that the worker is the likely cause.
-        Its count starts again then."""
-        is_failing = len(self._in_a_row.get(worker, ())) >= FAILING_AFTER
-        if is_failing:
-            del self._in_a_row[worker]
-        return is_failing
-
-    def lost(self, group_ids: Sequence[int], worker: str) -> list[int]:
-        """The engine that sampled these groups was lost. Returns: those that have been lost with MAX_ENGINE_LOSSES engines by now."""
-        self._in_a_row.pop(worker, None)
-        self._engine_losses.update(group_ids)
-        return [group_id for group_id in group_ids if self._engine_losses[group_id] >= MAX_ENGINE_LOSSES]
-
-    def left(self, worker: str) -> None:
-        """It is gone, however it went. Its name never comes again."""
-        self._in_a_row.pop(worker, None)
-
-    def were_lost(self, group_ids: Sequence[int]) -> bool:
-        """Whether one of these groups was lost with an engine before."""
-        return any(self._engine_losses[group_id] > 0 for group_id in group_ids)
-
-    def is_suspect(self, group_id: int) -> bool:
-        """Whether the next loss makes this group the cause. A worker is given only one such group at a time."""
-        return self._engine_losses[group_id] >= MAX_ENGINE_LOSSES - 1
-
-    def discarded(self, group_id: int, reason: str, now: float) -> None:
-        """The group was discarded. Args: now: seconds.
-
-        Raises: RequestError when 16 or more, and over half, of the latest groups were: the run would use up its prompts without training.
-        """
-        self._close(group_id, now, is_usable=False)
-        if self._latest.are_mostly_bad:
-            raise RequestError(f"{self._latest} got no usable answer on any worker. The last reason: {reason}")
-
-    def _close(self, group_id: int, now: float, *, is_usable: bool) -> None:
-        self._failures.pop(group_id, None)
-        self._engine_losses.pop(group_id, None)
-        self._unreached.pop(group_id, None)
-        self._latest.add(now, is_good=is_usable)
 
 
 # Whether the reward can score what the workers sample. While it can't, work is held back: prompts would be used up without training.

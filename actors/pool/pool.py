@@ -21,17 +21,18 @@ from ray.exceptions import RayError
 
 from evenkeel.actors.carriers import DiscardReason, GroupFailure, StoredGroup, Ticket, WorkerSettings
 from evenkeel.actors.config import DeadlinesConfig
-from evenkeel.actors.groups.book import GroupBook
+from evenkeel.actors.groups.book import MAX_ENGINE_LOSSES, GroupBook
 from evenkeel.actors.groups.changes import Changes
 from evenkeel.actors.groups.tokens import disregard, to_hand_on
 from evenkeel.actors.pool import preemption, workers
 from evenkeel.actors.pool.dispatch import Questions, WaitingWork, continuing
 from evenkeel.actors.pool.faults import (
     ATTEMPTS,
+    FAILING_AFTER,
     FEWEST_FAILED,
-    MAX_ENGINE_LOSSES,
+    MAX_UNREACHED,
     WINDOW_S,
-    GroupOutcomes,
+    LatestGroups,
     Scoring,
     UnscoredStarts,
     WorkerLosses,
@@ -128,9 +129,10 @@ class RolloutPool:
 
     def _begin_books(self) -> None:
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
-        self._lost_groups = workers.LostGroups(lambda text: self._observer.event("info", text))
+        self._orphaned_at: dict[str, float] = {}
+        """time.monotonic() when a worker was lost, by its name, until others have its groups."""
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
-        self._groups = GroupOutcomes(window_s)
+        self._latest = LatestGroups(window_s)
         self._scoring = Scoring(self._config.reward, window_s, notify=self._observer.event)
 
     def start(self, *, has_scored: bool = False) -> None:
@@ -413,7 +415,9 @@ class RolloutPool:
         of_reward = never_worked and self._has_scored and isinstance(error, RewardError)
         self._forget(worker)
         kill(worker.actor)
-        self._lost_groups.add(worker)
+        self._book.orphaned(worker.groups, worker.name)
+        if self._book.orphans(worker.name):
+            self._orphaned_at[worker.name] = time.monotonic()
         taken = f"others take its {counted(len(worker.groups), 'group')}" if worker.groups else "it had no group under way"
         self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; {taken}")
         self.progress()
@@ -467,7 +471,6 @@ class RolloutPool:
 
     def _forget(self, worker: WorkerHandle) -> bool:
         """Remove a worker that is gone. Returns: False if it had been removed already."""
-        self._groups.left(worker.name)
         worker.state = WorkerState.GONE
         if self.workers.pop(worker.name, None) is None:
             return False
@@ -557,7 +560,7 @@ class RolloutPool:
         outcome = found = payload = None
         wide = list[Any]()
         try:
-            if self._groups.were_lost([group_id]):  # on a worker that died together with others, without it
+            if self._book.attempts(group_id).engines_lost:  # on a worker that died together with others, without it
                 sign = f"sign of life <- rollout worker {worker.name}"
                 await call_with_retries(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
             await self.throttle.wait()  # a step hands out all of its groups together
@@ -580,16 +583,14 @@ class RolloutPool:
         except (DeadlineExceeded, ActorUnavailable) as error:  # the worker answers its heartbeat, or will be lost by it
             await self._call_off(worker, group_id)
             is_late = lived and isinstance(error, DeadlineExceeded)
-            may_go_on = self._groups.failed(group_id, worker.name) if is_late else self._groups.unreached(group_id)
+            may_go_on = self._failed(worker, group_id) if is_late else self._book.unreached(group_id) < MAX_UNREACHED
             self._again_or_discard(worker, ticket, str(error), may_go_on=may_go_on)
         except EngineError as error:
             self._engine_failed(worker, error)
             is_loss = lived and not worker.leaves and not isinstance(error, EngineDirty)
-            if is_loss and self._groups.lost([group_id], worker.name):
+            if is_loss and self._book.engine_lost(group_id) >= MAX_ENGINE_LOSSES:
                 self._discard(ticket, DiscardReason.LOST, f"a third engine was lost while it was sampled: {error}")
             else:
-                if self._groups.is_suspect(group_id):
-                    self._work.suspect(group_id)
                 self._wait_again(ticket)
         except LateError as error:  # the worker waits for others
             self._observer.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
@@ -619,15 +620,15 @@ class RolloutPool:
             worker.resyncs, worker.worked_at = 0, self._now()
             self.progress()
             self._losses.worked()  # none was lost in vain
-            self._groups.finished(ticket.group_id, worker.name, self._now())
-            self._work.forget(ticket.group_id)
+            self._latest.add(self._now(), is_good=True)
+            worker.failed.clear()
             if (group := self._book.finish(StoredGroup(outcome, payload, wide, worker.source), now=time.monotonic())) is not None:
                 self._observer.group_finished(outcome, worker.name)
                 self._on_finished(group)
             if pause_s := self._scoring.finished(outcome, self._now()):
                 self.tasks.spawn(self._pause_for_rewards(pause_s))
         else:
-            may_go_on = not outcome.is_final and self._groups.failed(ticket.group_id, worker.name)
+            may_go_on = not outcome.is_final and self._failed(worker, ticket.group_id)
             self._again_or_discard(worker, ticket, outcome.reason, may_go_on=may_go_on)
 
     async def _pause_for_rewards(self, seconds: float) -> None:
@@ -640,18 +641,24 @@ class RolloutPool:
         """Called when a worker could not sample a group: have another one sample it, or discard it."""
         if may_go_on:
             self._observer.event("warning", f"group {ticket.group_id} is sampled again: {why}")
-            if self._book.waits(ticket.group_id):
-                self._work.add_failed(ticket, worker)
-            self.tasks.spawn(self._prefer_ready(self._work, ticket.group_id))
+            if self._book.waits(ticket.group_id, failed_at=worker.name):
+                self._work.add_groups([ticket])
+            self.tasks.spawn(self._prefer_ready(self._book, ticket.group_id))
         else:
             self._discard(ticket, DiscardReason.FAILED, why)
-        if self._groups.is_failing(worker.name):
+        if len(worker.failed) >= FAILING_AFTER:
+            worker.failed.clear()
             self._engine_failed(worker, EngineDirty("its last requests failed for several different groups"))
 
-    async def _prefer_ready(self, work: WaitingWork, group_id: int) -> None:
+    def _failed(self, worker: WorkerHandle, group_id: int) -> bool:
+        """Count a request that got no usable answer. Returns: whether the group may be tried again."""
+        worker.failed.add(group_id)
+        return self._book.failed(group_id) < ATTEMPTS
+
+    async def _prefer_ready(self, book: GroupBook, group_id: int) -> None:
         """Let a group that has failed wait so long for new weights of other workers; then it goes to one that has them already."""
         await asyncio.sleep(self._deadlines.sync_s)
-        work.prefer_ready(group_id)
+        book.overdue(group_id)
         self.wake()
 
     async def _call_off(self, worker: WorkerHandle, group_id: int) -> None:
@@ -665,10 +672,10 @@ class RolloutPool:
 
     def _discard(self, ticket: Ticket, reason: DiscardReason, why: str) -> None:
         self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
-        self._work.forget(ticket.group_id)
-        self._lost_groups.discarded(ticket.group_id)
         self._book.give_up(ticket.group_id, reason)
-        self._groups.discarded(ticket.group_id, why, self._now())
+        self._latest.add(self._now(), is_good=False)
+        if self._latest.are_mostly_bad:  # the run would use up its prompts without training
+            raise RequestError(f"{self._latest} got no usable answer on any worker. The last reason: {why}")
 
     # -- questions of evaluations -------------------------------------------------------------------------------------
 
@@ -733,12 +740,19 @@ class RolloutPool:
         # A new or dirty one is left out: a full sync takes its time.
         candidates = [w for w in self.joined() if w.sync.version >= 0]
         most = self._scoring.places(is_idle=not any(w.groups for w in self.workers.values()))
-        for worker, work in self._work.take(current, candidates, most):
+        for worker, work in self._work.take(self._book, current, candidates, most):
             if isinstance(work, Questions):
                 self.tasks.spawn(self._ask(worker, work), name=_CALL)
                 continue
-            self._lost_groups.taken([work.group_id])
+            self._book.adopted(work.group_id)
             self.tasks.spawn(self._sample(worker, work), name=_CALL)
+        self._tell_adopted()
+
+    def _tell_adopted(self) -> None:
+        """Say which lost workers' groups are all under way again."""
+        for name in [name for name in self._orphaned_at if not self._book.orphans(name)]:
+            took_s = time.monotonic() - self._orphaned_at.pop(name)
+            self._observer.event("info", f"all groups of rollout worker {name} are under way again, {took_s:.2f} s later")
 
     async def _watch(self) -> None:
         """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts longer than is configured."""

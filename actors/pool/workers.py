@@ -63,6 +63,8 @@ class WorkerHandle:
     state: WorkerState = WorkerState.STARTING
     groups: set[int] = field(default_factory=set)
     """Groups that it is sampling."""
+    failed: set[int] = field(default_factory=set)
+    """Groups whose requests to it have failed since it last finished one."""
     questions: int = 0
     """Answers to questions of evaluations that it is sampling."""
     resyncs: int = 0
@@ -101,44 +103,6 @@ class WorkerHandle:
         if generation:
             self.sync = SyncTarget(self.name, self.actor, node=self.sync.node)
             self.actor.follow.remote(generation)
-
-
-class LostGroups:
-    """Groups whose worker was lost, until others sample them; says how long that took when the last ones are under way again."""
-
-    def __init__(self, notify: Callable[[str], None]) -> None:
-        self._notify = notify
-        self._waiting: dict[int, str] = {}
-        """Group id -> name of the lost worker."""
-        self._left: Counter[str] = Counter()
-        """Number of groups in `_waiting`, by worker."""
-        self._since: dict[str, float] = {}
-        """time.monotonic() when the worker was lost."""
-
-    def add(self, worker: WorkerHandle) -> None:
-        if not worker.groups:
-            return
-        self._waiting |= dict.fromkeys(worker.groups, worker.name)
-        self._left[worker.name], self._since[worker.name] = len(worker.groups), time.monotonic()
-
-    def taken(self, group_ids: Iterable[int]) -> None:
-        """Note that other workers have these groups. Takes the same time however many wait."""
-        for group_id in group_ids:
-            if (name := self._waiting.pop(group_id, None)) is not None and (took_s := self._one_less(name)) is not None:
-                self._notify(f"all groups of rollout worker {name} are under way again, {took_s:.2f} s later")
-
-    def discarded(self, group_id: int) -> None:
-        """Note that nobody is to sample this group any more."""
-        if (name := self._waiting.pop(group_id, None)) is not None:
-            self._one_less(name)
-
-    def _one_less(self, name: str) -> float | None:
-        """Returns: seconds since the worker was lost if that was the last of its groups."""
-        self._left[name] -= 1
-        if self._left[name]:
-            return None
-        del self._left[name]
-        return time.monotonic() - self._since.pop(name)
 
 
 def create(name: str, settings: WorkerSettings, avoided: Sequence[str] = ()) -> WorkerHandle:

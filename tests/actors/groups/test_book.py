@@ -316,3 +316,34 @@ def test_a_draw_that_is_taken_back_is_that_of_the_batch_ahead_alone() -> None:
     for ticket in book.admit(prompts(4, 6), now=0.0):
         put(book, ticket)
     assert train(book, 1) == [2, 3] and train(book, 2) == [4, 5]
+
+
+def test_book_forgets_what_went_wrong_with_a_group_once_it_is_finished() -> None:
+    book = GroupBook(groups_per_step=4, max_staleness=0)
+    tickets = book.admit(prompts(0, 4), now=0.0)
+    assert [book.engine_lost(one) for one in (0, 1) for _ in range(2)] == [1, 2, 1, 2]
+    assert book.have_suspect({0, 9}) and book.have_suspect({1}) and not book.have_suspect({2, 3})
+    assert book.failed(0) == 1 and book.unreached(0) == 1 and book.waits(0, failed_at="7")
+    assert book.finish(at_hand(group(tickets[0])), now=0.0) is not None
+    assert (book.failed(0), book.unreached(0), book.engine_lost(0)) == (0, 0, 0), "nobody has to sample it"
+    assert not book.have_suspect({0}) and book.attempts(0).failed_at == ""
+    drawn = book.draw(0, 1)
+    book.lose([one.group_id for one in drawn])
+    assert book.failed(0) == 1 and book.attempts(0).engines_lost == 0, "it is sampled anew, with a clean slate"
+    assert book.give_up(1, DiscardReason.LOST) and not book.have_suspect({1})
+
+
+def test_book_counts_the_groups_of_a_lost_worker_until_others_have_them() -> None:
+    book = GroupBook(groups_per_step=6, max_staleness=0)
+    tickets = book.admit(prompts(0, 6), now=0.0)
+    book.orphaned(range(4), "a")
+    book.orphaned([4, 99], "b")
+    assert (book.orphans("a"), book.orphans("b"), book.orphans("c")) == (4, 1, 0)
+    book.adopted(0)
+    book.adopted(0)
+    book.orphaned([0], "b")
+    book.finish(at_hand(group(tickets[1])), now=0.0)  # a late answer of the lost one
+    book.give_up(2, DiscardReason.FAILED)
+    assert (book.orphans("a"), book.orphans("b")) == (1, 2)
+    book.orphaned([3], "c")
+    assert (book.orphans("a"), book.orphans("c")) == (0, 1), "a group lost a second time is the second worker's"

@@ -73,7 +73,7 @@ def operations(held: int) -> int:
         work.add_groups(tickets)
         for _ in range(64):
             taker.groups.clear()
-            assert len(list(work.take([taker], [taker]))) == 10
+            assert len(list(work.take(book, [taker], [taker]))) == 10
         for ticket in tickets:
             book.hand_out(ticket.group_id, "0", now=0.0)
             put(book, ticket)

@@ -16,12 +16,13 @@ import ray.exceptions
 import evenkeel.actors.pool.workers
 from evenkeel.actors.carriers import ActorInfo, Ticket, WorkerSettings
 from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.groups.book import MAX_ENGINE_LOSSES, GroupBook
 from evenkeel.actors.pool.dispatch import Questions, WaitingWork
 from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.processes.pacing import Stopwatch
 from evenkeel.rollout.config import AnswerSampling, RolloutConfig
 from evenkeel.rollout.trajectory import Group, GroupFacts
-from tests.actors.cases import FakeActor, OpenBook, group, prompt
+from tests.actors.cases import FakeActor, OpenBook, group, prompt, prompts
 from tests.actors.simulated_time import simulate
 
 RECEIPTS_APART_S = 0.02
@@ -264,8 +265,15 @@ def test_without_groups_an_evaluation_has_all_slots(monkeypatch: pytest.MonkeyPa
 # -- who takes what ------------------------------------------------------------------------------------------------------------------------
 
 
-def worker(*groups: int, questions: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(groups=set(groups), questions=questions)
+def worker(*groups: int, name: str = "0") -> SimpleNamespace:
+    return SimpleNamespace(name=name, groups=set(groups), questions=0)
+
+
+def book_of(groups: int) -> GroupBook:
+    """All of them wait."""
+    book = GroupBook(groups_per_step=max(1, groups), max_staleness=0)
+    book.admit(prompts(0, groups), now=0.0)
+    return book
 
 
 def tickets(*ids: int) -> list[Ticket]:
@@ -276,17 +284,17 @@ def test_a_failed_workers_groups_are_the_oldest_that_wait() -> None:
     waiting, taker = WaitingWork(slots=3, samples_per_group=2), worker()
     waiting.add_groups(tickets(7, 8, 9))
     waiting.add_groups(tickets(2, 5))
-    list(waiting.take([taker], [taker]))
+    list(waiting.take(book_of(10), [taker], [taker]))
     assert taker.groups == {2, 5, 7}
 
 
 def test_who_is_behind_keeps_a_share_but_holds_up_nobody() -> None:
     """One of two workers never gets the new weights: half of the work waits for it, but only while the other one has work of its own."""
-    waiting, ready, behind = WaitingWork(slots=64, samples_per_group=2), worker(), worker()
+    waiting, book, ready, behind = WaitingWork(slots=64, samples_per_group=2), book_of(8), worker(), worker(name="1")
     waiting.add_groups(tickets(*range(8)))
     taken = []
     while waiting:
-        list(waiting.take([ready], [ready, behind]))
+        list(waiting.take(book, [ready], [ready, behind]))
         assert ready.groups, "idle while work waits"
         taken.append(len(ready.groups))
         ready.groups.clear()
@@ -295,12 +303,24 @@ def test_who_is_behind_keeps_a_share_but_holds_up_nobody() -> None:
 
 def test_a_group_that_failed_comes_back_to_its_worker_when_no_other_one_is_ready_for_long() -> None:
     """One that is ready and full is waited for all the same."""
-    waiting, failed, other = WaitingWork(slots=2, samples_per_group=2), worker(), worker(0, 1)
-    waiting.add_failed(*tickets(3), failed)
-    assert not list(waiting.take([failed], [failed, other])), "the other one will soon be ready"
-    waiting.prefer_ready(3)
-    assert not list(waiting.take([failed, other], [failed, other]))
-    assert [taker for taker, _ in waiting.take([failed], [failed, other])] == [failed]
+    waiting, book, failed, other = WaitingWork(slots=2, samples_per_group=2), book_of(4), worker(), worker(0, 1, name="1")
+    assert book.waits(3, failed_at=failed.name)
+    waiting.add_groups(tickets(3))
+    assert not list(waiting.take(book, [failed], [failed, other])), "the other one will soon be ready"
+    book.overdue(3)
+    assert not list(waiting.take(book, [failed, other], [failed, other]))
+    assert [taker for taker, _ in waiting.take(book, [failed], [failed, other])] == [failed]
+
+
+def test_a_worker_takes_one_group_at_a_time_that_two_engines_were_lost_with() -> None:
+    """The next loss would make each of both the cause."""
+    waiting, book, taker = WaitingWork(slots=4, samples_per_group=2), book_of(3), worker()
+    for group_id in (0, 1):
+        assert [book.engine_lost(group_id) for _ in range(MAX_ENGINE_LOSSES - 1)] == [1, 2] and book.is_suspect(group_id)
+    waiting.add_groups(tickets(0, 1, 2))
+    assert [ticket.group_id for _, ticket in waiting.take(book, [taker], [taker])] == [0, 2] and waiting
+    taker.groups.clear()
+    assert [ticket.group_id for _, ticket in waiting.take(book, [taker], [taker])] == [1]
 
 
 def test_an_evaluation_that_ended_leaves_no_questions_behind() -> None:
@@ -311,7 +331,7 @@ def test_an_evaluation_that_ended_leaves_no_questions_behind() -> None:
         assert str(waiting) == "1 evaluation answers" and waiting
         part.answers.cancel()
         taker = worker()
-        assert not waiting and list(waiting.take([taker], [taker])) == [] and taker.questions == 0
+        assert not waiting and list(waiting.take(book_of(0), [taker], [taker])) == [] and taker.questions == 0
 
     asyncio.run(scenario())
 
@@ -336,7 +356,7 @@ def test_whether_questions_wait_costs_the_same_however_many_do() -> None:
         for part in parts[:998]:
             part.answers.cancel()
         takers = [worker(), worker()]
-        assert [part for _, part in waiting.take(takers, takers)] == parts[998:]
+        assert [part for _, part in waiting.take(book_of(0), takers, takers)] == parts[998:]
         assert [taker.questions for taker in takers] == [1, 1] and not waiting and str(waiting) == "nothing"
 
     asyncio.run(scenario())

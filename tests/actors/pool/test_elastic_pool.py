@@ -76,11 +76,9 @@ def test_a_worker_that_dies_while_it_leaves_loses_no_group(monkeypatch: pytest.M
         feeding = await scene.begin()
         await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[1].under_way) == 4)
         scene.engines[1].dies = True
-        scene.pool._groups.failed(99, "1")
         scene.pool.resize(1, "the test says so")
         await scene.until(lambda: scene.left == ["1"])
         await scene.step()
-        assert scene.pool._groups._in_a_row == {}, "spot nodes come and go for weeks"
         assert scene.handed_back == [0, 0] and len(scene.engines) == 2, "it leaves anyway, and nobody takes its place"
         assert [(name, before) for _, name, before in scene.sampled] == [("0", 0)] * 8
         scene.assert_balanced()

@@ -14,7 +14,6 @@ import pytest
 from evenkeel.actors.carriers import DiscardReason, GroupFailure, Ticket
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.pool.dispatch import WaitingWork
-from evenkeel.actors.pool.faults import GroupOutcomes
 from evenkeel.actors.processes.supervision import HALF_OVER, LongWait
 from evenkeel.correction.errors import DeadlineExceeded, RequestError, counted
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
@@ -253,7 +252,7 @@ def test_hundreds_of_workers_are_looked_through_for_many_changes_together(monkey
         await world.begin()
         looks: list[float] = []
         take = WaitingWork.take
-        monkeypatch.setattr(WaitingWork, "take", lambda self, *workers: looks.append(world.now) or take(self, *workers))
+        monkeypatch.setattr(WaitingWork, "take", lambda self, *of: looks.append(world.now) or take(self, *of))
         for worker in world.pool.joined():
             worker.sync.version = -1  # a version is out, and nobody has it yet
         await asyncio.sleep(GROUP_S / 2)
@@ -282,12 +281,3 @@ def test_what_goes_wrong_while_work_is_handed_out_ends_the_run_with_hundreds_of_
             await world.all_done(400)
 
     play(scenario)
-
-
-def test_a_group_that_is_finished_has_a_clean_slate() -> None:
-    book = GroupOutcomes()
-    assert book.lost([1, 2], "0") == [] and not book.is_suspect(1)
-    book.finished(1, "1", 0.0)
-    assert book.lost([1, 2], "1") == [] and book.is_suspect(2) and not book.is_suspect(1)
-    assert book.lost([1, 2], "1") == [2]
-    assert [book.failed(9, worker) for worker in "01"] == [True, False]

@@ -10,12 +10,10 @@ import ray.exceptions
 
 from evenkeel.actors.carriers import Ticket
 from evenkeel.actors.pool.faults import WorkerLosses
-from evenkeel.actors.pool.workers import LostGroups, WorkerHandle
 from evenkeel.actors.processes.supervision import HALF_OVER, LongWait
-from evenkeel.actors.weights.weight_sync import SyncTarget
 from evenkeel.correction.errors import EngineError
 from evenkeel.rollout.config import AnswerSampling
-from tests.actors.cases import CountingName, group, prompt
+from tests.actors.cases import group, prompt
 from tests.actors.pool.mortal_workers import GROUP_S, START_S, Mortal, Outcome, World, play
 from tests.actors.processes.test_supervision import errors_of_ray
 from tests.failures.measured import PLAYED, Measured
@@ -73,7 +71,7 @@ def test_workers_that_die_one_after_the_other_end_the_run_after_longer_and_longe
             await asyncio.sleep(1.0)
 
         world.sample = dies  # type: ignore[assignment]
-        monkeypatch.setattr("evenkeel.actors.pool.faults.MAX_ENGINE_LOSSES", 100)  # otherwise the group is found guilty first
+        monkeypatch.setattr("evenkeel.actors.pool.pool.MAX_ENGINE_LOSSES", 100)  # otherwise the group is found guilty first
         await world.begin()
         with pytest.raises(EngineError, match=r"^11 rollout workers were lost one after the other, all within 60 minutes, and not one"):
             await world.all_done(1)
@@ -291,28 +289,6 @@ def test_a_large_pool_that_loses_its_usual_share_is_not_slowed() -> None:
     assert book.why_pause(64, 2, is_alone=True) == "2 starts in a row failed"
     window = "193 losses of rollout workers within 60 minutes"
     assert [book.why_pause(64, failed) for failed in (1, 3)] == [window, "3 starts in a row failed"]
-
-
-def test_a_lost_worker_is_made_up_for_when_the_last_of_its_groups_is_taken() -> None:
-    """To hand one group out takes the same however many others wait."""
-
-    told: list[str] = []
-    lost = LostGroups(told.append)
-    for name, groups in (("a", range(100)), ("b", range(100, 104)), ("c", range(0))):
-        lost.add(WorkerHandle(CountingName(name), None, SyncTarget(name, None), groups=set(groups)))
-    CountingName.lookups = 0
-    lost.taken([7])
-    assert CountingName.lookups < 10 and told == []
-    lost.taken(range(100, 103))
-    lost.taken([103, 103, 999])
-    assert len(told) == 1 and told[0].startswith("all groups of rollout worker b are under way again, ")
-    for group_id in range(100):
-        lost.taken([group_id])
-    assert [sentence.split()[5] for sentence in told] == ["b", "a"]
-    lost.add(WorkerHandle("d", None, SyncTarget("d", None), groups={104, 105}))
-    lost.taken([104])
-    lost.discarded(105)
-    assert len(told) == 2, "a group that is discarded is not under way again"
 
 
 def test_losses_without_work_that_are_far_apart_end_no_run() -> None:

@@ -9,7 +9,7 @@ import pytest
 import ray.exceptions
 
 from evenkeel.actors.carriers import DiscardReason, Ticket
-from evenkeel.actors.pool.dispatch import WaitingWork
+from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.settings.deadlines import group_s
 from evenkeel.correction.errors import EngineError
 from evenkeel.rollout.config import AnswerSampling
@@ -164,7 +164,8 @@ def test_a_call_that_hangs_in_a_worker_that_lives_keeps_its_slot_until_it_is_abo
     async def scenario() -> None:
         world, hung, aborted = World(monkeypatch, workers=2, places=8), list[str](), list[tuple[str, float]]()
         slots: list[bool] = []
-        monkeypatch.setattr(WaitingWork, "add_failed", noting(WaitingWork.add_failed, lambda: slots.append(True)))
+        slots_when_it_waits = noting(GroupBook.waits, lambda: slots.append(True))
+        monkeypatch.setattr(GroupBook, "waits", slots_when_it_waits)
 
         async def hangs(mortal: Mortal, ticket: Ticket) -> None:
             if ticket.group_id == 5:
@@ -192,9 +193,9 @@ def test_a_call_that_hangs_in_a_worker_that_lives_keeps_its_slot_until_it_is_abo
 
 
 def noting(method: Any, note: Any) -> Any:
-    def noted(*arguments: Any) -> Any:
+    def noted(*arguments: Any, **named: Any) -> Any:
         note()
-        return method(*arguments)
+        return method(*arguments, **named)
 
     return noted
 

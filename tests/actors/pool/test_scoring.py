@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from evenkeel.actors.carriers import Ticket
-from evenkeel.actors.pool.faults import PATIENCE_S, GroupOutcomes, LatestGroups, unscored
+from evenkeel.actors.pool.faults import PATIENCE_S, LatestGroups, unscored
 from evenkeel.correction.errors import RequestError
 from evenkeel.rollout.trajectory import FailureKind, Group, GroupFacts
 from tests.actors.cases import group, prompt
@@ -123,10 +123,11 @@ def test_a_group_is_unscored_if_its_rewards_alone_have_spoilt_it(kinds: list[Fai
 
 
 def test_old_failures_do_not_count_hours_later() -> None:
-    book = GroupOutcomes(3600.0)
-    for number in range(15):
-        book.discarded(number, "refused", 0.0)
-    book.discarded(15, "refused", 3601.0)
+    latest = LatestGroups(3600.0)
+    for _ in range(15):
+        latest.add(0.0, is_good=False)
+    latest.add(3601.0, is_good=False)
+    assert not latest.are_mostly_bad
     latest = LatestGroups(3600.0)
     for second in range(16):
         latest.add(second, is_good=False)
