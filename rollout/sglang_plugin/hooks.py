@@ -28,7 +28,7 @@ CHECKSUMS = "evenkeel.checksums"
 PROCESSOR = "evenkeel.processor"
 """Answer: the fields of Processor, of the scheduler process."""
 RECEIPT = "evenkeel.receipt"
-"""Answer: what the scheduler process has loaded since the update began (rank_receipts.py)."""
+"""Answer: what the scheduler process has loaded since the update began (weights.py)."""
 FAILURE = "evenkeel.failure"
 """Sent instead of an answer: why this process has none. If it raised instead, the other processes would wait for it."""
 
