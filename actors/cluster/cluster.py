@@ -67,6 +67,18 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         """Raises: ConfigError for an address or a folder that can't be used; EngineError when Ray does not start, with what to do."""
+        self._start()
+        return self
+
+    @adopted_orphans()
+    def _start(self) -> None:
+        try:
+            self._start_or_join()
+        except BaseException:  # a signal may come between any two lines, and __exit__ is not called then
+            end_new(self._before)
+            raise
+
+    def _start_or_join(self) -> None:
         settings = self._config.ray
         check_ray(settings)
         os.environ.update(_ENVIRONMENT)
@@ -90,7 +102,7 @@ class Cluster:
             except BaseException:
                 ray.shutdown()
                 raise
-            return self
+            return
         os.environ.setdefault("RAY_worker_niceness", "0")  # not Ray's 15: the others lower theirs themselves, see lower_priority
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # or Ray's control service keeps 100,000 calls
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # processes that no actor can use: these have an environment
@@ -106,9 +118,7 @@ class Cluster:
         with _own_turn(), loopback_only(), _daemons_apart():
             self._try(lambda: ray.init(**arguments, **common), "starting a private Ray", start_s)
         protect_token()
-        return self
 
-    @adopted_orphans()
     def _try(self, start: Callable[[], object], what: str, deadline_s: float) -> None:
         """Call `start` until it succeeds, `tries` times at most, and not again after `deadline_s`."""
         began = time.monotonic()
@@ -137,9 +147,6 @@ class Cluster:
                     raise failed(f"{reason}; tried {counted(self._tries - left, 'time')}. {remedy}.{logs}") from error
                 log.warning("%s; trying again, %d of %d", reason, self._tries - left + 1, self._tries)
                 time.sleep(_PAUSE_S)
-            except BaseException:
-                end_new(self._before)
-                raise
 
     def _clear(self) -> str:
         """End what a failed start has left. Returns: a sentence with the place of its logs, if known."""

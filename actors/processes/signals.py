@@ -69,6 +69,7 @@ class _Guard:
         """Who takes the signals, in the thread; None: the first one ends this process."""
         self.pending: int | None = None
         """The signal that ends this process."""
+        self._just_seen: int | None = None  # by the handler in the main thread; the thread may hear of it a moment later
         self._is_raised = False
         self.done_code: int | None = None
         """Exit code of what this process was to do, once all of it is done."""
@@ -102,13 +103,15 @@ class _Guard:
 
     def check(self) -> None:
         """Raises: Interrupted if a signal ends this process."""
-        if self.pending is not None:
+        number = self.pending if self.pending is not None or self.receive is not None else self._just_seen
+        if number is not None:
             self._is_raised = True
-            raise Interrupted(self.pending)
+            raise Interrupted(number)
 
     def _seen(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a process that was forked has no such thread
             raise Interrupted(number)
+        self._just_seen = number
 
     def _woken(self, number: int, frame: FrameType | None) -> None:
         if not self._is_raised:  # raise once: unwinding must not be interrupted; the thread limits its time
@@ -199,7 +202,7 @@ def received_by(receive: Callable[[int], object]) -> Iterator[None]:
         try:
             yield
         finally:
-            guard.receive = None
+            guard.receive = guard._just_seen = None
 
 
 @contextlib.contextmanager

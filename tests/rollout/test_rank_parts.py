@@ -94,7 +94,6 @@ class Plugin:
             module = ModuleType(name)
             module.__dict__.update(content)
             monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
-        monkeypatch.setitem(sys.modules, "evenkeel.rollout.sglang_plugin.weights", _loaded("rank_receipts"))
         self.weights: Any = _loaded("weights")
         self.weights.register()
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from evenkeel.actors.carriers import DiscardedGroup, DiscardReason
 from evenkeel.actors.checkpoints.state import COLUMNS, Replacement, TrainingState
@@ -53,19 +52,6 @@ def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
     assert queue.unreported == (DiscardedGroup("train/0/3", DiscardReason.UNIFORM),)
     assert queue.discarded_by_reason == {DiscardReason.UNIFORM: 1}
     assert {type(reason) for reason in (*queue.discarded_by_reason, queue.unreported[0].reason)} == {DiscardReason}
-
-
-def test_a_checkpoint_of_an_earlier_version_has_discarded_groups_as_pairs(state: TrainingState, tmp_path: Path) -> None:
-    state.save(tmp_path)
-    path = tmp_path / "controller.json"
-    now, then = '{"prompt_id": "train/0/3", "reason": "rewards all alike"}', '["train/0/3", "rewards all alike"]'
-    text = path.read_text()
-    assert now in text
-    path.write_text(text.replace(now, then))
-    assert TrainingState.load(tmp_path) == state
-    path.write_text(text.replace(now, '["train/0/3"]'))
-    with pytest.raises(DataError):
-        TrainingState.load(tmp_path)
 
 
 def test_no_call_of_the_encoder_has_more_than_one_text(state: TrainingState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,40 +125,6 @@ def test_a_state_without_kinds_of_failures_is_read(state: TrainingState, tmp_pat
     loaded = TrainingState.load(tmp_path)
     assert taken_out and loaded == state
     assert loaded.queue.finished[0].failures == ((FailureKind.REWARD, "no"),)
-
-
-def test_a_state_with_a_field_that_is_gone_is_read(state: TrainingState, tmp_path: Path) -> None:
-    """Earlier versions kept the id of the next group as well as the number of those admitted, which it equals."""
-    state.save(tmp_path)
-    path = tmp_path / "controller.json"
-    plain = json.loads(path.read_text())
-    plain["queue"]["next_group_id"] = plain["queue"]["admitted"]
-    path.write_text(json.dumps(plain))
-    assert TrainingState.load(tmp_path) == state
-
-
-def test_a_state_with_tuples_is_read(state: TrainingState, tmp_path: Path) -> None:
-    """Earlier versions kept token ids and logprobs as 64-bit rows of tuples, and an empty one as an empty list."""
-    answer = replace(state.queue.finished[0].trajectories[0], behavior_logprobs=logprobs_of((-0.1, -0.25)))
-    empty = replace(answer, response_ids=ids_of(()), behavior_logprobs=logprobs_of(()), version_spans=())
-    groups = (replace(state.queue.finished[0], trajectories=(answer, empty)), *state.queue.finished[1:])
-    state = replace(state, queue=replace(state.queue, finished=groups))
-    state.save(tmp_path)
-    columns = load_file(tmp_path / "groups.safetensors")
-    text = (tmp_path / "controller.json").read_text()
-    for code, (name, wide) in {"i": ("tuple_int", np.int64), "f": ("tuple_float", np.float64)}.items():
-        narrow = columns.pop(f"array_{code}")
-        before = columns.get(name, np.zeros(0, wide))
-        first = len(before)
-        text = re.sub(
-            rf'{{"row": \["array_{code}", (\d+), (\d+)\]}}',
-            lambda m, name=name, first=first: f'{{"row": ["{name}", {first + int(m[1])}, {m[2]}]}}' if int(m[2]) else "[]",
-            text,
-        )
-        columns[name] = np.concatenate([before, narrow.astype(wide)])
-    (tmp_path / "controller.json").write_text(text)
-    save_file(columns, tmp_path / "groups.safetensors")
-    assert "array_" not in text and TrainingState.load(tmp_path) == state
 
 
 def test_prompts_are_the_tasks_again(state: TrainingState, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.pool.dispatch import Questions, WaitingWork
 from evenkeel.actors.settings.evaluation_places import evaluation_answers_at_once, evaluation_waves, questions_of_a_call
 from evenkeel.rollout.config import AnswerSampling
@@ -16,6 +17,7 @@ from evenkeel.rollout.config import AnswerSampling
 def played(questions: int, samples: int, *, workers: int, slots: int, samples_per_group: int, running: int, is_fed: bool) -> int:
     """Answers one after the other until all questions are answered; each takes as long. Engines have all their groups before the first
     question comes; if they are fed, another answer of a group for each that ends."""
+    book = GroupBook(groups_per_step=1, max_staleness=0)
     work, how = WaitingWork(slots, samples_per_group), AnswerSampling(samples=samples, temperature=float(samples > 1))
     work.is_fed = is_fed
     size = questions_of_a_call(evaluation_answers_at_once(slots, samples_per_group), samples)
@@ -24,10 +26,10 @@ def played(questions: int, samples: int, *, workers: int, slots: int, samples_pe
     work.add_questions(parts)
     left, waves = {part: part.size for part in parts}, 0
     takers: list[Any] = [
-        SimpleNamespace(groups=set(), questions=0, queue=deque([None] * slots * samples_per_group)) for _ in range(workers)
+        SimpleNamespace(name="0", groups=set(), questions=0, queue=deque([None] * slots * samples_per_group)) for _ in range(workers)
     ]
     while any(left.values()):
-        for taker, part in work.take(takers, takers):
+        for taker, part in work.take(book, takers, takers):
             taker.queue.extend([part] * part.size)
         waves += 1
         for taker in takers:
