@@ -202,6 +202,7 @@ def _found_here(config: RunConfig) -> tuple[list[Complaint], list[Request]]:
 
 def _of_inputs(config: RunConfig, *, has_model: bool = True) -> list[Complaint]:
     """What `train` says of all else that a run is given, by the same function. Args: has_model: its config.json could be read."""
+    from evenkeel.actors.record.run_folder import RunFolder
     from evenkeel.preparation import check_inputs, outline  # with transformers, which takes seconds
 
     lacking: list[EvenkeelError] = []
@@ -212,6 +213,9 @@ def _of_inputs(config: RunConfig, *, has_model: bool = True) -> list[Complaint]:
             with kept(lacking):
                 model, _ = outline(config)
     found = check_inputs(config, model, lacking=lacking).found
+    if config.run_dir is not None:
+        with kept(lacking):
+            by_disk_at_start(partial(RunFolder.check_free, config.run_dir), "the folder of a new run")
     return [*map(Complaint.refusal, lacking), *found]
 
 

@@ -213,22 +213,28 @@ class RunFolder:
         path = fresh_path(root, name) if path is None else Path(path)
         was_ours = (path / ".owner.json").is_file()
         lock = own(path)
-        present = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".owner"))
-        is_reused = bool(present) and was_ours and is_failed_start(path, present)
-        if is_reused:
-            clear(path, present)
-        elif present:
+        try:
+            present = _refuse_others(path, was_ours=was_ours)
+        except ConfigError:
             if not was_ours:
                 (path / ".owner.json").unlink()
             lock.release()
-            what = "a run" if "config.yaml" in present else f"other files ({present[0]}, ...)"
-            remedy = f"Go on with it (--resume {path}), or choose" if "config.yaml" in present else "Choose"
-            raise ConfigError(f"run_dir = {path}: holds {what} already, and a new run would mix with it. {remedy} another run_dir.")
+            raise
+        if is_reused := bool(present):
+            clear(path, present)
         for name_of_folder in FOLDERS:
             (path / name_of_folder).mkdir()
         folder = cls(path, lock)
         folder.is_reused = is_reused
         return folder
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Make nothing. Raises: ConfigError as `create` for a path that no new run can have."""
+        if path.exists() and not path.is_dir():
+            raise _not_made(path, os.strerror(errno.EEXIST))
+        if path.is_dir():
+            _refuse_others(path, was_ours=(path / ".owner.json").is_file())
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -582,6 +588,20 @@ def make_below(run_folder: Path, path: Path) -> None:
         missing.mkdir(exist_ok=True)
 
 
+def _refuse_others(path: Path, *, was_ours: bool) -> list[str]:
+    """Returns: what a start that failed has left in the folder. Raises: ConfigError if there is anything else."""
+    present = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".owner"))
+    if not present or (was_ours and is_failed_start(path, present)):
+        return present
+    what = "a run" if "config.yaml" in present else f"other files ({present[0]}, ...)"
+    remedy = f"Go on with it (--resume {path}), or choose" if "config.yaml" in present else "Choose"
+    raise ConfigError(f"run_dir = {path}: holds {what} already, and a new run would mix with it. {remedy} another run_dir.")
+
+
+def _not_made(path: Path, reason: str | None) -> ConfigError:
+    return ConfigError(f"run_dir = {path}: can't be made: {reason}. Choose another run_dir.")
+
+
 def own(path: Path) -> filelock.BaseFileLock:
     """Take the lock of a folder, which is made if need be.
 
@@ -591,7 +611,7 @@ def own(path: Path) -> filelock.BaseFileLock:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run_dir = {path}: can't be made: {error.strerror}. Choose another run_dir.") from error
+        raise _not_made(path, error.strerror) from error
     lock = filelock.FileLock(path / ".owner.lock", thread_local=False)  # a thread takes it, another may give it back
     owner = path / ".owner.json"
     try:

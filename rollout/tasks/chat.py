@@ -267,6 +267,11 @@ class ChatEncoder:
         if self.ends.of_turn is None:
             nobody = f"the model's tokenizer has no eos_token, and {' and '.join(CONFIGS)} name no eos_token_id, so no answer could end"
             raise DataError(nobody, remedy="set eos_token in tokenizer_config.json")
+        if self.apply_chat_template and self._leaves_out_questions():
+            raise DataError(
+                "the model's chat template leaves out what is asked: two questions give the same prompt",
+                remedy="mend chat_template.jinja (or chat_template in tokenizer_config.json): a turn's content is a text, no list of parts",
+            )
 
     @classmethod
     def of_folder(cls, folder: Path, task: TaskConfig, rollout: RolloutConfig | None = None) -> ChatEncoder:
@@ -312,7 +317,8 @@ class ChatEncoder:
             return None
         told = " and ".join(f"{self.name_of(token)} ({', '.join(names)})" for token, names in unknown.items())
         named = [self.name_of(token) for token in self.ends.ids if token not in unknown]
-        return f"answers also end at {told}: {' and '.join(CONFIGS)} name {' and '.join(named) or 'none'} alone, and engines are told"
+        by_configs = f"name {' and '.join(named)} alone" if named else "name no end"
+        return f"answers also end at {told}: {' and '.join(CONFIGS)} {by_configs}, and engines are told"
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:
@@ -321,6 +327,13 @@ class ChatEncoder:
     def _rendered(self, turns: list[dict[str, Any]]) -> str:
         """The template's text of some turns, without the beginning of an answer."""
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **self.chat_template_kwargs))
+
+    def _leaves_out_questions(self) -> bool:
+        try:
+            first, second = (self._rendered([{"role": "user", "content": text}]) for text in _TEXTS[::2])
+        except Exception:  # it refuses the turns: `encode` says of which row
+            return False
+        return first == second
 
     def text_of(self, response_ids: Sequence[int]) -> str:
         """An answer as its scorer sees it, and people: all that the model said, other special tokens included; not the token that ended

@@ -50,6 +50,8 @@ def port() -> Iterator[int]:
         (MANY, ["metrics.bind=0.0.0.0"], "Prometheus needs an address"),
         (MANY, ["metrics.bind=192.0.2.1"], "Set it to an address of this machine"),
         ("[1, 2]\n" * 5, [], "holds list, not an object with fields"),
+        (MANY, ["run_dir=rows.jsonl"], "can't be made: File exists"),
+        (MANY, ["run_dir=."], "other files (imports_nothing.py, ...) already"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 60 else "",
 )

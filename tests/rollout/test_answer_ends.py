@@ -94,3 +94,19 @@ def test_a_template_that_ends_turns_with_an_ordinary_text_names_no_token() -> No
     plain = CHATML.replace("<|im_end|>", "###").replace("<|im_start|>", "@")
     encoder = ChatEncoder(Family("qwen2", ("<|endoftext|>",), "<|endoftext|>", plain, (), "").tokenizer())
     assert encoder.ends.sources == {0: ("tokenizer's eos_token",)}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}<a>{% endfor %}",
+        "Say something.<a>",
+    ],
+    ids=["content in parts", "constant"],
+)
+def test_a_template_that_leaves_out_what_is_asked_is_refused(template: str, tmp_path: Path) -> None:
+    """Every prompt would be the same, and accuracy 0 with nothing said. Without a template the same tokenizer does."""
+    folder = Family("qwen3", ("<a>",), "<a>", template, (), "").save(tmp_path / "m")
+    with pytest.raises(DataError, match="leaves out what is asked: two questions give the same prompt"):
+        ChatEncoder.of_folder(folder, TASK)
+    ChatEncoder.of_folder(folder, TASK.model_copy(update={"apply_chat_template": False}))
