@@ -78,7 +78,7 @@ class _Task(Settings):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Handed to the chat template, e.g. {enable_thinking: false} for Qwen3."""
     held_out_size: PositiveInt = Field(default=512, le=10**7)
-    """Distinct questions to keep for evaluation."""
+    """Distinct questions to keep for evaluation, at most; a number that is given is warned about where there are fewer."""
     held_out_fraction: float = Field(default=0.1, gt=0, lt=1)
     """Share of all distinct questions that may be held out; a hash of the question's text decides which."""
     max_prompt_tokens: PositiveInt | None = None

@@ -244,8 +244,8 @@ class Task:
         )
 
     def _warnings(self, held_out: int, checked: int, distinct: int) -> Iterator[str]:
-        if why := self.held_out_shortage(self._config.held_out_size):
-            wanted = self._config.held_out_size
+        wanted = self._config.held_out_size
+        if "held_out_size" in self._config.model_fields_set and (why := self.held_out_shortage(wanted)):
             yield (
                 f"{self.name}: only {held_out} of the {wanted} held-out questions could be found: {why}, or lower "
                 "rollout.task.held_out_size"

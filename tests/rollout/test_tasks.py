@@ -78,6 +78,7 @@ def test_the_report_names_the_setting_that_holds_so_few_questions_back(tmp_path:
     why = "rollout.task.held_out_fraction = 0.1 holds back that share of its 20 different questions; raise it or take more questions"
     assert report.warnings == (f"{rows}: only 2 of the 5 held-out questions could be found: {why}, or lower rollout.task.held_out_size",)
     assert task.held_out_shortage(2) == "" and task.held_out_shortage(3) == why
+    assert build_task(FileTask(path=rows)).check().warnings == (), "nobody has asked for so many"
     (tmp_path / "all.jsonl").write_text(rows.read_text())
     of_its_own = build_task(FileTask(path=tmp_path / "all.jsonl", held_out_path=own, held_out_size=5))
     assert of_its_own.held_out_shortage(5).startswith(f"{own} has no more with other texts, 1 bad row aside ({own}:4: no valid JSON")
