@@ -25,11 +25,11 @@ def test_train_from_a_running_loop_beside_a_ray_of_the_user_s_and_twice(
 
     def of_this_process() -> tuple[object, ...]:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-        return *(signal.getsignal(number) for number in numbers), gc.isenabled(), gc.get_freeze_count()
+        return *(signal.getsignal(number) for number in numbers), gc.isenabled()
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
-        before = of_this_process()
+        before, frozen = of_this_process(), gc.get_freeze_count()
 
         async def trained() -> evenkeel.Run:
             return evenkeel.train(evenkeel.load_recipe(RECIPE, model=small_model), steps=2, run_dir=tmp_path / "run")
@@ -44,7 +44,7 @@ def test_train_from_a_running_loop_beside_a_ray_of_the_user_s_and_twice(
         thread.join()
         assert 0 <= found[0].interval[0] <= found[0].accuracy <= found[0].interval[1] <= 1
         assert found[0].numbers["held_out/problems"] == 8
-        assert of_this_process() == before
+        assert of_this_process() == before and gc.get_freeze_count() <= frozen, "of what was frozen some may be gone"
         assert ray.get(ray.remote(num_cpus=0)(lambda: 42).remote()) == 42
     finally:
         ray.shutdown()
