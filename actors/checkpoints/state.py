@@ -247,9 +247,7 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
     if origin is dict:
         return {of_plain(inner[0], key, columns, names): of_plain(inner[1], item, columns, names) for key, item in plain.items()}
     if origin is _Array:
-        code = {int: "i", float: "f"}[inner[0]]
-        row, typecode = _row(plain, columns), _TYPECODE.get(plain[_ROW][0])
-        return array(typecode, row.tobytes()) if typecode else array(code, row.astype(code).tobytes())
+        return array(_TYPECODE[plain[_ROW][0]], _row(plain, columns).tobytes())
     if dataclasses.is_dataclass(kind):
         hints = _types_of_fields(typing.cast(type, kind), tuple(names.items()))
         given = {name: of_plain(hints[name], item, columns, names) for name, item in plain.items()}
