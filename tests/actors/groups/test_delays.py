@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evenkeel.actors.groups.book import GroupBook
-from evenkeel.actors.groups.delays import ADMISSION, CALL, HANDOVER, GroupDelays
+from evenkeel.actors.groups.book import ADMISSION, CALL, HANDOVER, GroupBook, GroupDelays
 from evenkeel.actors.metrics.step_metrics import lookup
 from tests.actors.cases import at_hand, facts, group, prompts
 
