@@ -13,6 +13,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from evenkeel.actors.record.run_folder import RunFolder
@@ -37,7 +38,9 @@ def _rank_one(run: Run) -> int:
 def lose(run: Run, process: str, number: signal.Signals, *, after: int) -> None:
     """One part gets this signal, and the run gets over it."""
     run.wait_until(lambda: len(run.metrics()) >= after, f"{after} steps")
-    (pid,) = [_rank_one(run)] if process == RANK else run.pids(process)
+    # Ray gives a process that it kills five seconds, and the stopped one before needs them: it may be there still.
+    there = [_rank_one(run)] if process == RANK else run.pids(process)
+    (pid,) = [one for one in there if psutil.Process(one).status() != psutil.STATUS_STOPPED]
     name = PARTS[process].removesuffix(" 1")
     follows = GOES_BACK if process == RANK else REPLACED
     if number == signal.SIGKILL:
