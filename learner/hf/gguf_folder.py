@@ -89,7 +89,7 @@ def write_folder(path: Path, folder: Path, *, say: Callable[[str], None] = lambd
     with _quiet():
         model = _model_of(path, _value(reader, f"{facts.architecture}.attention.key_length", None))
         save_model(model, folder)
-    _tokenizer(path, reader, model.config.max_position_embeddings).save_pretrained(folder)
+    _tokenizer(path, reader).save_pretrained(folder)
     _write_ends(folder, reader)
     return facts
 
@@ -141,8 +141,13 @@ def _tokenizer_kind(path: Path, reader: Any) -> str:
     return str(cut)
 
 
-def _tokenizer(path: Path, reader: Any, max_length: int) -> Any:
-    """The published tokenizer: byte-level merges, cut as `tokenizer.ggml.pre` names it; the file's special tokens and chat template."""
+def read_tokenizer(path: Path) -> Any:
+    """The published tokenizer, transformers' own: byte-level merges, cut as `tokenizer.ggml.pre` names it; the file's special tokens and
+    chat template. Raises: DataError as read_facts."""
+    return _tokenizer(path, _open(path))
+
+
+def _tokenizer(path: Path, reader: Any) -> Any:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -171,7 +176,7 @@ def _tokenizer(path: Path, reader: Any, max_length: int) -> Any:
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         **{f"{name}_token": tokens[number] for name, number in named.items() if number is not None},
-        model_max_length=max_length,
+        model_max_length=_value(reader, f"{_value(reader, 'general.architecture', '')}.context_length", None),
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = _value(reader, "tokenizer.chat_template", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from transformers import (
 )
 
 from evenkeel.correction.errors import DataError
+from evenkeel.learner.hf import gguf_folder
 from evenkeel.learner.hf.gguf_folder import read_facts, write_folder
+from evenkeel.learner.hf.tensor_files import save_model
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEXTS = [
@@ -125,9 +127,9 @@ def write_gguf(
         array = tensor.float().numpy()
         if architecture == "llama" and any(part in name for part in ("q_proj", "k_proj")):
             array = rotated(array, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
-        if queue and array.ndim == 2:
+        if queue and array.ndim == 2 and array.shape[1] % gguf.GGML_QUANT_SIZES[queue[0]][0] == 0:  # a row is whole blocks
             queue.append(kind := queue.pop(0))
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name(name), stored(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(gguf_name(name), array)
     writer.write_header_to_file()
@@ -136,13 +138,23 @@ def write_gguf(
     writer.close()
 
 
-def tiny(architecture: str, vocabulary: int, *, tied: bool) -> Any:
+def stored(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """The matrix in this type; where gguf can only read it, any blocks: of bytes below 0x7c, so that no scale (float16) is infinite."""
+    try:
+        return gguf.quants.quantize(array, kind)
+    except NotImplementedError:
+        size, width = gguf.GGML_QUANT_SIZES[kind]
+        return np.random.default_rng(7).integers(0, 0x7C, (array.shape[0], array.shape[1] // size * width), np.uint8)
+
+
+def tiny(architecture: str, vocabulary: int, *, tied: bool, width: int = 64) -> Any:
     torch.manual_seed(5)
     classes: dict[str, tuple[Any, Any]] = {
         "llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }  # fmt: skip
     config, model = classes[architecture]
-    made = model(config(vocab_size=vocabulary, tie_word_embeddings=tied, **SHAPE)).eval()
+    shape = SHAPE | {"hidden_size": width, "intermediate_size": width, "num_attention_heads": width // 16}
+    made = model(config(vocab_size=vocabulary, tie_word_embeddings=tied, **shape)).eval()
     for name, parameter in made.named_parameters():  # norms of ones and biases of zeros would hide a mistake
         if parameter.ndim == 1:
             torch.nn.init.uniform_(parameter, *((0.5, 1.5) if "norm" in name else (-0.5, 0.5)))
@@ -178,11 +190,54 @@ def test_logits_and_token_ids_are_those_of_the_model_that_the_file_was_made_of(
     assert (facts.license, facts.folder_bytes) == ("apache-2.0", 4 * sum(parameter.numel() for parameter in model.parameters()))
 
 
-def test_quantised_weights_are_what_gguf_itself_makes_of_them(tmp_path: Path) -> None:
-    """All storage types that gguf can write. Rows of 64 are two blocks of its 32."""
-    kinds = [getattr(gguf.GGMLQuantizationType, name) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")]
+def without_rotation(model: Any) -> None:
+    query = model.model.layers[1].self_attn.q_proj.weight
+    query.copy_(torch.from_numpy(rotated(query.numpy(), 4)))
+
+
+def without_a_norm(model: Any) -> None:
+    model.model.layers[1].post_attention_layernorm.weight.fill_(1.0)
+
+
+def without_the_tie(model: Any) -> None:
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.nn.init.normal_(torch.empty_like(model.lm_head.weight), std=0.2))
+
+
+@pytest.mark.parametrize("mistake", [without_rotation, without_a_norm, without_the_tie])
+def test_each_mistake_of_a_conversion_changes_the_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[Any], None]
+) -> None:
+    """What the comparison above is worth: each of these is a thousand times its tolerance, in one of two layers."""
+
+    def save(model: Any, folder: Path) -> None:
+        with torch.no_grad():
+            mistake(model)
+        save_model(model, folder)
+
+    monkeypatch.setattr(gguf_folder, "save_model", save)
     tokenizer = published_tokenizer("smollm")
-    write_gguf(tmp_path / "m.gguf", tiny("qwen2", tokenizer.get_vocab_size(), tied=True), "qwen2", tokenizer, "smollm", kinds=kinds)
+    model = tiny("llama", tokenizer.get_vocab_size(), tied=True)
+    write_gguf(tmp_path / "m.gguf", model, "llama", tokenizer, "smollm")
+    write_folder(tmp_path / "m.gguf", tmp_path / "hf")
+    ids = torch.tensor([tokenizer.encode(TEXTS[0]).ids])
+    with torch.no_grad():
+        assert (AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(ids).logits - model(ids).logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("width", "names"),
+    [
+        (64, ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "IQ4_NL")),
+        (256, ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS")),
+    ],
+)
+def test_quantised_weights_are_what_gguf_itself_makes_of_them(tmp_path: Path, width: int, names: Sequence[str]) -> None:
+    """All storage types of the files that are published of SmolLM2 and its family, blocks of 32 weights and of 256."""
+    kinds = [gguf.GGMLQuantizationType[name] for name in names]
+    tokenizer = published_tokenizer("smollm")
+    model = tiny("qwen2", tokenizer.get_vocab_size(), tied=True, width=width)
+    write_gguf(tmp_path / "m.gguf", model, "qwen2", tokenizer, "smollm", kinds=kinds)
     facts = write_folder(tmp_path / "m.gguf", tmp_path / "hf")
     assert len({file.stat().st_mode for file in (tmp_path / "hf").iterdir()}) == 1, "who may read one of the files may read all"
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
