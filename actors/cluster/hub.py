@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from evenkeel.actors.config import HubName, RunConfig
 from evenkeel.correction.errors import DataError, one_line
 from evenkeel.rollout.config import HuggingFaceTask
 
-_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""Files of a model: weights, configs, tokenizer, chat template."""
+_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "README.md", "LICENSE*")
+"""Files of a model: weights, configs, tokenizer, chat template, terms."""
 _OTHER_FILES = ("*/*", "consolidated*")
 """The same weights in other forms: folders of other runtimes, and Mistral's own."""
 _WANTED: dict[str, Any] = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
@@ -64,9 +64,11 @@ def _commit(kind: str, repository: str, revision: str | None) -> str:
     return str(HfApi().resolve_revision(repository, repo_type=kind, revision=revision).resolved)
 
 
-def model_folder(model: Path) -> Path:
+def model_folder(model: Path, *, before: Callable[[int, int, Path], None] = lambda *_: None) -> Path:
     """The folder of a model: a path as it is; for a name of the hub its folder on this machine, downloaded first if it isn't complete.
 
+    Args: before: called for a name of the hub before anything is downloaded, with the bytes of its files, those still to be downloaded, and
+        the cache.
     Raises: DataError naming the cause: no such model or revision, no access, no space, or the hub can't be reached.
     """
     name = HubName.of(model)
@@ -74,7 +76,10 @@ def model_folder(model: Path) -> Path:
         return model
     with _in_words(name):
         name = _at_its_commit(name)
-        return _whole_copy(name) or _downloaded(name)
+        if (whole := _whole_copy(name)) is not None:
+            before(sum(file.stat().st_size for file in whole.rglob("*") if file.is_file()), 0, whole)
+            return whole
+        return _downloaded(name, before)
 
 
 def outline_folder(model: Path) -> tuple[Path, bool]:
@@ -150,7 +155,7 @@ def _whole_copy(name: HubName) -> Path | None:
         return None
 
 
-def _lack_of_room(name: HubName) -> str:
+def _lack_of_room(name: HubName, before: Callable[[int, int, Path], None] = lambda *_: None) -> str:
     """Says that the disk has too little room for the files still to be downloaded; empty: it has enough."""
     from huggingface_hub import constants, snapshot_download
 
@@ -158,13 +163,14 @@ def _lack_of_room(name: HubName) -> str:
     cache.mkdir(parents=True, exist_ok=True)
     files = snapshot_download(name.repository, revision=name.revision, dry_run=True, **_WANTED)
     needed, free = sum(file.file_size for file in files if file.will_download), shutil.disk_usage(cache).free
+    before(sum(file.file_size for file in files), needed, cache)
     return f"{_gb(needed)} have still to be downloaded, but {cache} has {_gb(free)} free" if needed > free else ""
 
 
-def _downloaded(name: HubName) -> Path:
+def _downloaded(name: HubName, before: Callable[[int, int, Path], None]) -> Path:
     from huggingface_hub import snapshot_download
 
-    if lack := _lack_of_room(name):
+    if lack := _lack_of_room(name, before):
         raise DataError(f"model = {name}: {lack}", remedy="Make room, or set HF_HOME to a folder on another disk")
     return Path(snapshot_download(name.repository, revision=name.revision, **_WANTED))
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import _thread
 import hashlib
+import os
 import shutil
+import threading
+import time
 import zipfile
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from evenkeel.actors.config import RunConfig
 from evenkeel.correction.errors import ConfigError, DataError
 from evenkeel.init_model import init_model_folder, read_record
 from evenkeel.learner.hf.folder import side_files
+from evenkeel.learner.hf.gguf_folder import write_folder
 from evenkeel.preparation import warmup_demonstrations
 from evenkeel.recipe import load_config
+from tests.hub_stand_in import Repository, stand_in_hub
 from tests.learner.test_gguf_folder import published_tokenizer, tiny, write_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +122,82 @@ def test_a_disk_without_room_is_refused_before_a_download(tmp_path: Path, no_net
     with pytest.raises(DataError, match=r"are needed for the model, 1 MB are free"):
         make(recipe(tmp_path, package("a" * 64)), [])
     assert not (tmp_path / "models").exists()
+
+
+def test_a_machine_without_the_memory_is_refused_before_a_download(
+    tmp_path: Path, no_network: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would end the conversion without a word."""
+    monkeypatch.setattr("evenkeel.init_model.memory_bytes", lambda: 10**6)
+    with pytest.raises(DataError, match="1 MB of memory are needed to convert the model, this machine has 1 MB"):
+        make(recipe(tmp_path, package("a" * 64)), [])
+    assert not (tmp_path / "models").exists()
+
+
+def test_from_the_hub_a_folder_is_a_copy_and_what_it_takes_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time nothing is downloaded, and a disk without room for another copy is refused."""
+    write_folder(gguf_file(tmp_path / "m.gguf"), published := tmp_path / "published")
+    files = {path.name: path.read_bytes() for path in published.iterdir()}
+    files |= {"README.md": b"---\nlicense: apache-2.0\n---\n", "LICENSE": b"The terms."}
+    with stand_in_hub() as hub:
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        settings = {"ENDPOINT": hub.address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(tmp_path / "cache")}
+        for key, value in (settings | {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}).items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{key}", value)
+        commit = hub.repositories.setdefault("models/acme/tiny", Repository()).commit(files)
+        config, said = recipe(tmp_path, name := f"init.hub=hf:acme/tiny@{commit}"), list[str]()
+        make(config, said)
+        assert said[1].startswith("this takes a download of 0 MB, 0 MB for the model folder")
+        record = read_record(config.model)
+        assert record is not None and record.source is not None
+        assert (record.source.origin, record.source.remark) == (f"hf:acme/tiny@{commit}", ""), "the published weights themselves"
+        assert {path.name: path.read_bytes() for path in config.model.iterdir() if path.name in files} == files, "its terms, too"
+        usage = shutil.disk_usage
+        monkeypatch.setattr("shutil.disk_usage", lambda path: usage(path)._replace(free=10**5))
+        with pytest.raises(DataError, match="are needed for the model, 0 MB are free"):
+            make(recipe(tmp_path, name, f"model={tmp_path / 'models' / 'again'}"), said := [])
+        assert said[1].startswith("this takes 0 MB for the model folder") and hub.sent("model.safetensors") == 1
+
+
+def test_an_interrupted_download_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip's own temporary files, 93 MB, would stay in /tmp for good."""
+    monkeypatch.setenv("TMPDIR", str(elsewhere := tmp_path / "tmp"))
+    elsewhere.mkdir()
+    name = "weights_of_one-1.0-py3-none-any.whl"
+
+    class Stalls(BaseHTTPRequestHandler):
+        """A package index whose only file stops after its first half."""
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            is_file = self.path.endswith(name)
+            content = b"x" * 10**6 if is_file else f'<a href="/{name}">{name}</a>'.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/octet-stream" if is_file else "text/html")
+            self.send_header("Content-Length", str(len(content) * (2 if is_file else 1)))
+            self.end_headers()
+            self.wfile.write(content)
+            if is_file:
+                time.sleep(0.5)
+                _thread.interrupt_main()
+                is_over.wait(30.0)
+
+    is_over = threading.Event()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stalls)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            make(recipe(tmp_path, package("a" * 64)), [])
+    finally:
+        is_over.set()
+        server.shutdown()
+        server.server_close()
+    assert not [child for child in psutil.Process().children(recursive=True) if "weights-of-one==1.0" in child.cmdline()]
+    assert not list(elsewhere.iterdir()) and not list((tmp_path / "models" / "downloads").iterdir())
 
 
 @pytest.mark.parametrize(
