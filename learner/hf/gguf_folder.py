@@ -22,6 +22,8 @@ from evenkeel.learner.hf.tensor_files import save_model
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names of GGUF whose conversion is compared with an independent one; Mistral's files are called llama, too."""
+_LAYER = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+_LAYER_OF_ITS_OWN = {"qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias"), "qwen3": ("attn_q_norm.weight", "attn_k_norm.weight")}
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _CONTROL, _USER_DEFINED = 3, 4
@@ -57,9 +59,15 @@ def _facts(path: Path, reader: Any) -> GgufFacts:
         raise _refused(path, f"general.architecture = {kind}", f"files of {', '.join(_ARCHITECTURES)} are converted")
     if _value(reader, f"{kind}.expert_count", 0):
         raise _refused(path, f"{kind}.expert_count", "files of a mixture of experts aren't converted")
-    names = {tensor.name for tensor in reader.tensors}
+    names, layers = {tensor.name for tensor in reader.tensors}, range(_value(reader, f"{kind}.block_count", 0))
     if "rope_freqs.weight" in names or _value(reader, f"{kind}.rope.scaling.type", "none") not in ("none", ""):
         raise _refused(path, "scaled rotary angles (rope_freqs.weight or rope.scaling)", "the file doesn't say what a config.json has to")
+    of_layer = [f"{name}.weight" for name in _LAYER] + [*_LAYER_OF_ITS_OWN.get(kind, ())]
+    expected = {"token_embd.weight", "output_norm.weight"} | {f"blk.{layer}.{name}" for layer in layers for name in of_layer}
+    if lacking := sorted(expected - names):  # transformers would draw it at random
+        raise DataError(f"{path}: no tensor {lacking[0]}, which a model of this architecture has", remedy="Take a whole file")
+    if others := sorted(names - expected - {"output.weight"}):  # transformers would leave it out
+        raise _refused(path, f"tensor {others[0]}", "it has no place in the models of this architecture that are converted")
     _tokenizer_kind(path, reader)
     if reader.get_field("tokenizer.ggml.eos_token_id") is None:
         raise _refused(path, "no tokenizer.ggml.eos_token_id", "no answer of the model could end")

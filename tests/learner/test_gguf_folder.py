@@ -88,7 +88,7 @@ def write_gguf(
     path: Path, model: Any, architecture: str, tokenizer: Tokenizer, cut: str, *,
     kinds: Iterable[gguf.GGMLQuantizationType] = (), change: Callable[[gguf.GGUFWriter], None] = lambda _: None, skip: str = "",
 ) -> None:  # fmt: skip
-    """Args: kinds: storage types of the matrices, in turn; none: float32. change: adds keys. skip: a key to be left out."""
+    """Args: kinds: storage types of the matrices, in turn; none: float32. change: adds keys. skip: eos or a tensor, to be left out."""
     writer, config = gguf.GGUFWriter(path, architecture), model.config
     writer.add_name("tiny")
     writer.add_license("apache-2.0")
@@ -122,7 +122,7 @@ def write_gguf(
     change(writer)
     queue = list(kinds)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or gguf_name(name) == skip:
             continue
         array = tensor.float().numpy()
         if architecture == "llama" and any(part in name for part in ("q_proj", "k_proj")):
@@ -256,6 +256,8 @@ def test_quantised_weights_are_what_gguf_itself_makes_of_them(tmp_path: Path, wi
         ("gemma3", "smollm", lambda _: None, "", "general.architecture = gemma3"),
         ("llama", "smollm", lambda writer: writer.add_expert_count(8), "", "llama.expert_count"),
         ("llama", "smollm", lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32)), "", "rope_freqs.weight"),
+        ("llama", "smollm", lambda _: None, "blk.1.ffn_norm.weight", "no tensor blk.1.ffn_norm.weight"),
+        ("llama", "smollm", lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(64, np.float32)), "", "tensor blk.0.attn_q.bias"),
         ("llama", "tekken", lambda _: None, "", "tokenizer.ggml.pre = tekken"),
         ("llama", "", lambda _: None, "", "tokenizer.ggml.pre = none"),
         ("llama", "smollm", lambda _: None, "eos", "tokenizer.ggml.eos_token_id"),
