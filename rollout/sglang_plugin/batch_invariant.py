@@ -27,15 +27,19 @@ def register(projection_parts: int) -> None:
         projection_parts: pieces in which attention and MLP are projected back to the residual, one on each of the learner's ranks.
     """
     register_attention_backend(STOCK_NAME)(lambda runner: BatchInvariantAttentionBackend(runner))
-    layers = "sglang.srt.layers"
-    replaced = {
-        f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply": _linear_of(projection_parts),
-        f"{layers}.logits_processor.LogitsProcessor._compute_lm_head": _head,
-        f"{layers}.activation.SiluAndMul.forward_native": _silu_and_mul,
-        f"{layers}.layernorm.RMSNorm.forward_native": _rms_norm,
-    }
-    for target, function in replaced.items():
+    for target, function in replacements(projection_parts).values():
         HookRegistry.register(target, function, HookType.REPLACE)
+
+
+def replacements(projection_parts: int) -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Operator -> what computes it in SGLang, and what is to instead; the attention is a backend of its own."""
+    layers = "sglang.srt.layers"
+    return {
+        "projections": (f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply", _linear_of(projection_parts)),
+        "head": (f"{layers}.logits_processor.LogitsProcessor._compute_lm_head", _head),
+        "silu": (f"{layers}.activation.SiluAndMul.forward_native", _silu_and_mul),
+        "norms": (f"{layers}.layernorm.RMSNorm.forward_native", _rms_norm),
+    }
 
 
 def _linear_of(projection_parts: int) -> Callable[..., Tensor]:
