@@ -79,9 +79,22 @@ class Sampled:
         """|log rho|."""
         return float(self.log_ratio.abs().max())
 
-    def buckets(self) -> list[Tensor]:
-        """[N] bool for each interval between BUCKETS; the last has both ends."""
-        probability = self.mu.exp()
+    @property
+    def outside_band(self) -> float:
+        """Share of the tokens that icepop leaves out."""
+        ratio = self.log_ratio.exp()
+        return float(((ratio < 0.5) | (ratio > 5)).double().mean())
+
+    @property
+    def outside_kl(self) -> float:
+        """Share of the tokens that kpop leaves out: binary KL above 0.1 in one of both directions."""
+        p, q = (one.exp().clamp(1e-12, 1 - 1e-12) for one in (self.mu, self.pi))
+        both = [a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log() for a, b in ((p, q), (q, p))]
+        return float((torch.maximum(*both) > 0.1).double().mean())
+
+    def buckets(self, *, by_learner: bool = False) -> list[Tensor]:
+        """[N] bool for each interval between BUCKETS; the last has both ends. Args: by_learner: by its probability, not the engine's."""
+        probability = (self.pi if by_learner else self.mu).exp()
         pairs = list(itertools.pairwise(BUCKETS))
         return [(probability >= low) & ((probability < high) | (high == 1.0)) for low, high in pairs]
 
@@ -136,7 +149,7 @@ class Treatment:
 
 
 def without_normalisation(batch: PackedBatch, preset: str) -> tuple[float, float]:
-    """Mean importance weight of the batch's units before it is made 1, and after. Args: as Treatment.of."""
+    """Mean importance weight of the batch's tokens as it is, and with batch normalisation. Args: as Treatment.of."""
     found = []
     for population in ("off", "all"):
         config = CorrectionConfig.model_validate({"preset": preset, "normalize": {"population": population}})

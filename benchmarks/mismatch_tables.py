@@ -32,7 +32,7 @@ PRESETS = (
     *("tis-token", "tis-sequence", "mis-token", "mis-sequence", "mis-geometric", "mis-full", "icepop", "kpop"),
     *("rollout-is", "dppo-binary-tv"),
 )
-NORMALISED = ("tis-token", "tis-sequence", "mis-geometric", "icepop")
+NORMALISED = ("tis-token", "tis-sequence", "icepop")
 """Presets whose weights are shown with and without batch normalisation."""
 POSITIONS = (0, 6, 12, 18, 24)
 NAMES = {
@@ -111,14 +111,14 @@ class Measured:
         return [self.first.values("engine-bfloat16", [text for text in texts if text.batch == batch]) for batch in range(BATCHES)]
 
     def answers(self, batch: int, version: int | None = None) -> PackedBatch:
-        """Answers of a batch at temperature 1, in bfloat16. Args: version: sums alone, of the learner after so many steps."""
+        """Sampled answers of a batch at temperature 1, in bfloat16. Args: version: sums alone, of the learner after so many steps."""
         if version is not None:
             texts = [text for text in self.first.texts if text.temperature == 1.0 and text.batch == batch and text.kind == "sums"]
             found = texts, self.engine_of("sums")[batch], self.versions("bfloat16", version)[batch]
         else:
             texts, engine, learner = [], [], []
             for folder in self.having("bfloat16", "bfloat16"):
-                mine = [text for text in folder.texts if text.temperature == 1.0 and text.batch == batch]
+                mine = [text for text in folder.texts if text.temperature == 1.0 and text.batch == batch and text.kind != "English"]
                 texts += mine
                 engine += folder.values("engine-bfloat16", mine)
                 learner += folder.values("learner-bfloat16", mine)
@@ -154,24 +154,37 @@ def formats_table(measured: Measured) -> str:
     return table(head, rows)
 
 
-def bucket_rows(measured: Measured, dtype: str) -> list[tuple[str, list[Sampled]]]:
-    """Tokens by the engine's probability, all texts and temperatures: name and batches."""
-    found = measured.batches(dtype, dtype)
+def bucket_rows(
+    measured: Measured, dtype: str, chosen: Callable[[Text], bool] = lambda _: True, *, by_learner: bool = False
+) -> list[tuple[str, list[Sampled]]]:
+    """Tokens by the engine's probability, or the learner's, at both temperatures: name and batches."""
+    found = measured.batches(dtype, dtype, chosen)
     names = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(BUCKETS)]
-    return [(name, [one.where(one.buckets()[place]) for one in found]) for place, name in enumerate(names)]
+    return [(name, [one.where(one.buckets(by_learner=by_learner)[place]) for one in found]) for place, name in enumerate(names)]
 
 
 def buckets_table(measured: Measured, dtype: str = "bfloat16") -> str:
-    head = ["mu of the token", "tokens", "k3, nats", "share of all k3", "std of log rho", "mean rho", "mean abs(pi - mu)"]
+    head = [
+        "probability",
+        "tokens",
+        "k3, nats",
+        "share of all k3",
+        "std of log rho",
+        "mean abs(pi - mu)",
+        "icepop leaves out",
+        "kpop leaves out",
+    ]
+    head += ["sampled texts: mean rho", "by the learner's probability"]
     rows = bucket_rows(measured, dtype)
+    of_sampled = [bucket_rows(measured, dtype, lambda text: text.kind != "English", by_learner=one) for one in (False, True)]
     total = sum(Sampled.joined(found).k3 * len(Sampled.joined(found).mu) for _, found in rows)
     lines = []
-    for name, found in rows:
+    for place, (name, found) in enumerate(rows):
         whole = Sampled.joined(found)
         line = [name, f"{len(whole.mu):,}", Interval.over(found, lambda one: one.k3).text(".1e")]
         line += [f"{100 * whole.k3 * len(whole.mu) / total:.0f}%", Interval.over(found, lambda one: one.std).text(".3f")]
-        line += [Interval.over(found, lambda one: one.ratio).text(".3f"), Interval.over(found, lambda one: one.distance).text(".4f")]
-        lines.append(line)
+        line += [Interval.over(found, lambda one: one.distance).text(".4f"), f"{whole.outside_band:.1%}", f"{whole.outside_kl:.1%}"]
+        lines.append([*line, *(Interval.over(rows[place][1], lambda one: one.ratio).text(".3f") for rows in of_sampled)])
     return table(head, lines)
 
 
@@ -278,18 +291,23 @@ def treatments(measured: Measured) -> dict[str, list[list[Treatment]]]:
 
 
 def presets_table(measured: Measured) -> str:
-    head = ["preset", "dropped", "weights cut", "mean factor", "std of it", f"dropped at staleness {STEPS}", f"mean factor at {STEPS}"]
+    head = ["preset", "dropped", "weights cut", "mean factor", "std of it"]
+    found = treatments(measured)
+    is_late = all(stale for _, stale in found.values())
+    head += [f"dropped at staleness {STEPS}", f"mean factor at staleness {STEPS}"] if is_late else []
     lines = []
-    for preset, (same, stale) in treatments(measured).items():
+    for preset, (same, stale) in found.items():
         line = [f"`{preset}`", over_batches([one.dropped for one in same]).text(".1%"), over_batches([one.cut for one in same]).text(".1%")]
         line += [over_batches([one.weight for one in same]).text(".3f"), over_batches([one.spread for one in same]).text(".2f")]
-        line += [over_batches([one.dropped for one in stale]).text(".1%") if stale else "not measured"]
-        lines.append([*line, over_batches([one.weight for one in stale]).text(".3f") if stale else "not measured"])
+        if is_late:
+            late = over_batches([one.dropped for one in stale]).text(".1%"), over_batches([one.weight for one in stale]).text(".3f")
+            line += late
+        lines.append(line)
     return table(head, lines)
 
 
 def normalisation_table(measured: Measured) -> str:
-    """Mean importance weight of each batch, without batch normalisation; with it, it is 1."""
+    """Mean importance weight over a batch's tokens, without batch normalisation and with it."""
     cases: list[tuple[str, list[PackedBatch]]] = [("same weights", [measured.answers(batch) for batch in range(BATCHES)])]
     if f"version-{STEPS}" in measured.first:
         cases.append((f"sums, staleness {STEPS}", [measured.answers(batch, STEPS) for batch in range(BATCHES)]))
@@ -316,7 +334,8 @@ def write(folders: Sequence[Folder], pictures: Path, extra: Iterable[Sequence[st
     if f"version-{STEPS}" in measured.first:
         parts["staleness"] = lambda: staleness_table(measured)
     for name, make in parts.items():
-        put_between(PAGE, name, make())
+        if f"<!-- {name} -->" in PAGE.read_text():
+            put_between(PAGE, name, make())
     from benchmarks.mismatch_picture import draw_origins, draw_tokens
 
     draw_tokens(measured, pictures / "mismatch_tokens.png")

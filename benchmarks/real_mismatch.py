@@ -52,7 +52,10 @@ ENGLISH, OWN, OWN_SAMPLES, SUMS, SUM_SAMPLES = 5, 2, 2, 3, 4
 """Of each batch in a round: passages; prompts and answers to each."""
 OF_ENGLISH, OF_OWN = 5, 2
 """Sequences among them on which operators are taken apart."""
-SUBJECTS = (*("the sea", "how bread is made", "the history of clocks", "a dog that was lost", "an old library", "how bees live"),)
+SUBJECTS = (
+    *("the sea", "how bread is made", "the history of clocks", "a dog that was lost", "an old library", "how bees live"),
+    *("a small town", "the moon", "learning to swim", "a railway station", "why leaves fall", "a letter from abroad"),
+)
 FORMATS = ("bfloat16", "float32", "float16")
 FLOAT8, FLOAT8_BLOCK = "float8", 64
 """An engine in bfloat16 whose projections have weights that were rounded to float8, with a scale for each 64 x 64: float8_block itself

@@ -42,6 +42,12 @@ def test_every_token_is_in_one_bucket():
     ]
 
 
+def test_shares_that_masks_on_single_tokens_leave_out():
+    """A rare token at six times its probability is outside icepop's band and inside kpop's bound, one of 0.5 at 0.9 the other way round."""
+    rare, likely = Sampled.of([[math.log(0.001)]], [[math.log(0.006)]]), Sampled.of([[HALF]], [[math.log(0.9)]])
+    assert (rare.outside_band, rare.outside_kl) == (1.0, 0.0) and (likely.outside_band, likely.outside_kl) == (0.0, 1.0)
+
+
 def test_an_interval_is_the_batches_extremes_and_all_of_their_tokens():
     """A batch of three tokens weighs three times as much as one of one."""
     batches = [Sampled.of([[0.0] * 3], [[-0.1] * 3]), Sampled.of([[0.0]], [[-0.5]])]
