@@ -1,10 +1,16 @@
-"""The pictures of docs/mismatch_on_a_laptop.md: which tokens differ, and where it comes from and what becomes of it."""
+"""The pictures of docs/mismatch_on_a_laptop.md, which tokens differ, and where it comes from and what becomes of it; and its tables.
+
+python benchmarks/mismatch_picture.py --folder FOLDER                  # of what real_mismatch.py has measured
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from matplotlib import rc_context
@@ -15,6 +21,8 @@ from matplotlib.ticker import PercentFormatter
 from benchmarks import mismatch_tables as tables
 from benchmarks.mismatch_numbers import Interval, Sampled
 from benchmarks.mismatch_operators import OPERATORS
+from benchmarks.real_mismatch import rounds
+from benchmarks.sides import ROOT, options
 from evenkeel.report.plots import COLOURS
 
 if TYPE_CHECKING:
@@ -106,3 +114,18 @@ def bars(axes: Axes, found: Sequence[Interval], colour: str, name: str, offset: 
     ends = [[one.whole - min(one.low, one.whole) for one in found], [max(one.high, one.whole) - one.whole for one in found]]
     places = [place + offset for place in range(len(found))]
     axes.bar(places, [one.whole for one in found], 0.36, yerr=ends, color=colour, ecolor="#444444", capsize=2, label=name)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--pictures", type=Path, default=ROOT / "docs" / "images", help="folder for the pictures")
+    parser.add_argument("--also", nargs="*", default=[], metavar="A+B", help="further sets of operators, as real_mismatch.py had them")
+    arguments = parser.parse_args()
+    measured = tables.write_tables(rounds(arguments.folder), [one.split("+") for one in arguments.also])
+    draw_tokens(measured, arguments.pictures / "mismatch_tokens.png")
+    draw_origins(measured, arguments.pictures / "mismatch_origins.png")
+
+
+if __name__ == "__main__":
+    main()

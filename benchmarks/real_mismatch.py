@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/real_mismatch.py measure --folder FOLDER [--minutes 10]     # again until all is there
     OMP_NUM_THREADS=1 python benchmarks/real_mismatch.py staleness --folder FOLDER
     OMP_NUM_THREADS=1 python benchmarks/real_mismatch.py cost --folder FOLDER
-    python benchmarks/real_mismatch.py write --folder FOLDER                                          # the page's tables, and its pictures
+    python benchmarks/mismatch_picture.py --folder FOLDER                                             # the page's tables, and its pictures
 
 Each part writes JSON files into the folder, and leaves out what is there: about an hour and a half on a quiet core without AVX-512, where
 products in bfloat16 are slow.
@@ -517,11 +517,10 @@ def measure_steps(model: Path, folder: Folder, extra: Iterable[Sequence[str]]) -
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("part", choices=["measure", "staleness", "cost", "write"])
+    parser.add_argument("part", choices=["measure", "staleness", "cost"])
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2-135m-instruct")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing new after so many")
-    parser.add_argument("--pictures", type=Path, default=ROOT / "docs" / "images", help="folder for the pictures")
     parser.add_argument("--also", nargs="*", default=[], metavar="A+B", help="further sets of operators, such as norms+head")
     arguments = parser.parse_args()
     extra, folders = [one.split("+") for one in arguments.also], rounds(arguments.folder, arguments.minutes)
@@ -539,15 +538,11 @@ def main() -> None:
         print("all is there")
     elif arguments.part == "staleness":
         measure_staleness(arguments.model, folders[0])
-    elif arguments.part == "cost":
+    else:
         if "cost-decode" not in folders[0]:
             asyncio.run(measure_decoding(arguments.model, folders[0], extra))
         if "cost-step" not in folders[0]:
             measure_steps(arguments.model, folders[0], extra)
-    else:
-        from benchmarks.mismatch_tables import write
-
-        write(folders, arguments.pictures, extra)
 
 
 def rounds(path: Path, minutes: float = 1e9) -> list[Folder]:

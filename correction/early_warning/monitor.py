@@ -179,8 +179,8 @@ LEVELS: dict[str, ReferenceLevel] = {
         0.0,
         3e-10,
         3e-9,
-        "this project on CPUs; true on-policy gives 0. It grows with depth and size: up to 7.6e-14 with 3 layers and 6M parameters; with 30 "
-        "layers and 135M 4.7e-11 on a processor with AVX-512, 1.8e-10 on one with AVX2, rounded up here. Ten times the largest",
+        "this project on CPUs; true on-policy gives 0. It grows with depth and size: up to 7.6e-14 with 3 layers and 6M parameters; with "
+        "30 layers and 135M 4.7e-11 on a processor with AVX-512, 1.8e-10 on one with AVX2, rounded up here. Ten times the largest",
     ),
     "dense_bfloat16": ReferenceLevel(
         "dense, bfloat16",
