@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 """Of evenkeel and of evenkeel-correction: tests/test_distribution.py."""
 
+# Module of each public name.
 _HOMES = {
     "terms.advantages": ("group_advantages",),
     "batch": (
@@ -114,7 +115,6 @@ _HOMES = {
     ),
     "tokens": ("token_coefficients",),
 }
-"""Module of each public name."""
 
 
 def __getattr__(name: str) -> Any:

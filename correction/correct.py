@@ -27,8 +27,8 @@ from .terms.importance import normalizer, weight_sums
 from .terms.rejection import MOST, narrow_bounds
 from .terms.segments import running_counts
 
+# Index of the denominator's first entry in the shard sums.
 _COUNTED = TOTALS.index("counted_tokens")
-"""Index of the denominator's first entry in the shard sums."""
 
 
 def correct(

@@ -24,8 +24,8 @@ Reduce = Callable[[Tensor], Tensor]
 TOTALS = ("weight", "units", "tokens", "kept_tokens", "counted_tokens", "counted_sequences")
 """What the first entries of `shard_sums` are; under denominator prompt_mean the counted tokens of each prompt follow."""
 
+# Bits that one histogram of |log ratio| resolves.
 _DIGIT = 11
-"""Bits that one histogram of |log ratio| resolves."""
 
 
 def all_reduce_sum(values: Tensor, group: distributed.ProcessGroup | None = None) -> Tensor:

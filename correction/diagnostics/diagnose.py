@@ -36,8 +36,8 @@ from .sums import DiagnosticSums
 CPU_CHUNK = 2**17
 OTHER_CHUNK = 2**22
 """Tokens of a chunk; on an accelerator it need only be small against its memory."""
+# Variance over squared mean under which a probability does not vary: the rounding of the mean in float64 is 1e-16.
 _CONSTANT = 1e-28
-"""Variance over squared mean under which a probability does not vary: the rounding of the mean in float64 is 1e-16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class GapSums:
     """Smallest x."""
 
 
+# The last two are extremes, all others sums.
 _FIELDS = tuple(field.name for field in fields(GapSums))
-"""The last two are extremes, all others sums."""
 _PERPLEXITIES = ("perplexity_behavior", "perplexity_proximal", "perplexity_ratio")
 
 
@@ -228,10 +228,10 @@ def _sequence_numbers(sums: DiagnosticSums) -> dict[str, float]:
 
 T = TypeVar("T", bound=Tensor | None)
 
+# Taken off probabilities whose squares are added up over shards: one for all.
 _SHIFT = 0.5
-"""Taken off probabilities whose squares are added up over shards: one for all."""
+# Signs of the advantage that the clip's numbers are split by.
 _SIDES = ("positive", "negative")
-"""Signs of the advantage that the clip's numbers are split by."""
 
 
 def diagnose(

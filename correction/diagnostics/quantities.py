@@ -56,6 +56,7 @@ class Unit(StrEnum):
         return format(value, ".2g" if self is Unit.SECONDS and 0 < abs(value) < 1 else _DIGITS[self])
 
 
+# How people read values of a unit, as format specifications of Python; a quantity may have its own.
 _DIGITS = {
     Unit.ONE: ",.6g",
     Unit.SECONDS: ".2f",
@@ -68,9 +69,8 @@ _DIGITS = {
     Unit.BYTES: ",.0f",
     Unit.TIMESTAMP: ".0f",
 }
-"""How people read values of a unit, as format specifications of Python; a quantity may have its own."""
+# Units that are not written after a value.
 _UNWRITTEN = {Unit.ONE, Unit.SHARE, Unit.VERSIONS, Unit.TIMESTAMP}
-"""Units that are not written after a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +179,7 @@ def _buckets(prefix: str, policy: str, label: str, warning: str) -> dict[str, Qu
     }
 
 
+# Each token at its first forward pass of the step.
 _CLIPPED = {
     name: quantity
     for sign, side in _SIDES
@@ -192,7 +193,6 @@ _CLIPPED = {
         ),
     }.items()
 }
-"""Each token at its first forward pass of the step."""
 
 _STALE_SAMPLE = "of a sample of stale tokens, every monitor.split_every batches"
 SPLIT = {

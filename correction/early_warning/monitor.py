@@ -274,10 +274,10 @@ def levels_table() -> str:
     return "\n".join(lines)
 
 
+# Standard deviation of a normal distribution over its median absolute deviation.
 _MAD_TO_STD = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+# Standard error of a median over that of a mean: the root of pi / 2.
 _MEDIAN_LOSS = 1.2533
-"""Standard error of a median over that of a mean: the root of pi / 2."""
 
 
 class State(enum.StrEnum):
@@ -418,8 +418,8 @@ class Monitor:
     def __init__(self, config: MonitorConfig | None = None, symptoms: Sequence[Symptom] = SYMPTOMS) -> None:
         self._config = config or MonitorConfig()
         self._symptoms = tuple(symptoms)
+        # What is followed of a diagnostic, and what is added to it before the log.
         self._followed: dict[str, tuple[Callable[[float], float], float]] = dict.fromkeys(_CLUES, (float, 1e-9))
-        """What is followed of a diagnostic, and what is added to it before the log."""
         self._followed |= {symptom.name: (symptom.quantity, symptom.offset) for symptom in self._symptoms}
         self._series: dict[str, _Series] = {}
         self._symptom_states = {symptom.name: _SymptomState() for symptom in self._symptoms}
@@ -581,8 +581,8 @@ class Monitor:
         return math.exp(max(series.shift(self._config.level_steps), series.shift(self._config.jump_steps)))
 
 
+# Followed only to say where a symptom sits: they give no events of their own.
 _CLUES = ("mismatch_k3_kl", "stale_k3_kl", *(f"bucket_rho_std_{k}" for k in range(len(BUCKET_EDGES) + 1)))
-"""Followed only to say where a symptom sits: they give no events of their own."""
 
 
 def _is_up(shifts: Iterable[tuple[float, float]], growth: float, deviations: float) -> bool:
