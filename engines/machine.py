@@ -81,10 +81,10 @@ def decided(setting: Literal["auto"] | Choice, name: str) -> Choice:
 
 # What this environment's torch was built for, without importing it, which takes seconds.
 
+# NVIDIA's driver, under the name by which torch loads it.
 _DRIVER = "libcuda.so.1"
-"""NVIDIA's driver, under the name by which torch loads it."""
+# What the driver answers where CUDA_VISIBLE_DEVICES hides all GPUs, or there are none (CUDA_ERROR_NO_DEVICE).
 _NO_DEVICE = 100
-"""What the driver answers where CUDA_VISIBLE_DEVICES hides all GPUs, or there are none (CUDA_ERROR_NO_DEVICE)."""
 
 
 @cache
@@ -221,18 +221,18 @@ LEAST_OF_CACHE = 0.1
 the memory outside the cache; beyond it other processes have taken the memory."""
 PREFILL_TOKENS = 2048
 """Chunk of a prefill of an engine with a share; SGLang's own sizes are for whole GPUs."""
+# Bytes of a token's activations: twice what the widest layer of a model of 8B has at the same time. An estimate.
 _PREFILL_TOKEN = 256 << 10
-"""Bytes of a token's activations: twice what the widest layer of a model of 8B has at the same time. An estimate."""
+# Bytes of the graphs of decoding for each request that runs: SGLang's own estimate (arg_groups/memory_hook.py, reserve_for_graph_mb). An
+# engine with a share captures none of prefill (rollout/engine_settings/engine_config.py).
 _GRAPH = 2 << 20
-"""Bytes of the graphs of decoding for each request that runs: SGLang's own estimate (arg_groups/memory_hook.py, reserve_for_graph_mb). An
-engine with a share captures none of prefill (rollout/engine_settings/engine_config.py)."""
+# Bytes for each request and word of the vocabulary while tokens are drawn: logits, logprobs and probabilities in float32, and a sorted copy
+# (rollout/sglang_plugin/seeded_sampler.py).
 _SAMPLER = 16
-"""Bytes for each request and word of the vocabulary while tokens are drawn: logits, logprobs and probabilities in float32, and a sorted
-copy (rollout/sglang_plugin/seeded_sampler.py)."""
 SUMMED = 1 << 15
 """Words of the vocabulary whose probabilities are summed at one time."""
+# Bytes for each request and each of these: the word's number, its probability and, in float64, the sum.
 _SUMS = 20
-"""Bytes for each request and each of these: the word's number, its probability and, in float64, the sum."""
 
 
 def outside_cache(requests: int, vocabulary: int) -> int:
@@ -266,11 +266,11 @@ def allocator_fraction(total: int, share: float) -> float:
 # A forward pass or a weight update frees its buffers, but allocations that stay, such as kernels compiled meanwhile, lie between them. The
 # C library keeps these holes: they were two thirds of the memory of an engine on a CPU after twenty minutes.
 
+# Returning a few hundred megabytes, and allocating them anew later, takes a tenth of a second.
 _PERIOD_S = 30.0
-"""Returning a few hundred megabytes, and allocating them anew later, takes a tenth of a second."""
 _next_s = 0.0
+# Held while a thread is giving memory back.
 _at_work = threading.Lock()
-"""Held while a thread is giving memory back."""
 
 
 def give_back_now_and_then() -> None:

@@ -29,8 +29,8 @@ than it saves."""
 TRAINED_ROW_MULTIPLE = 64
 """Rows of a micro-batch are padded to a multiple of it: at most 3 % of the usual 2,000, and few different numbers of rows in a run."""
 
+# An override lasts as long as its library object.
 _overrides: list[torch.library.Library] = []
-"""An override lasts as long as its library object."""
 
 
 def use_fastest() -> None:

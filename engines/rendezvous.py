@@ -15,8 +15,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+# Name under which torch knows the backend of `gloo_towards`.
 _GLOO_TOWARDS = "gloo_towards"
-"""Name under which torch knows the backend of `gloo_towards`."""
 
 
 def rendezvous_store(host: str, port: int, *, rank: int, world_size: int, timeout: timedelta, waits: bool = True) -> TCPStore:

@@ -151,8 +151,8 @@ ROWS_AT_ONCE = {"cpu": 1}
 """By type of device: on a CPU a row stays in its cache."""
 MANY_ROWS = 128
 """Elsewhere."""
+# Factors of SplitMix64, as signed numbers: torch multiplies modulo 2^64.
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
-"""Factors of SplitMix64, as signed numbers: torch multiplies modulo 2^64."""
 
 
 def tensor_checksum(tensor: Tensor) -> str:
