@@ -275,6 +275,7 @@ RewardConfig = Annotated[ReasoningGymReward | MathVerifyReward | ExactMatchRewar
 
 _OF_A_PART = "tokens would come from a part of the vocabulary, but their logprobs from the whole of it"
 _PENALISED = "tokens would be drawn from penalised logits, but the learner knows no penalty"
+# Sampling parameters of SGLang that evenkeel doesn't use: for each the one value that is allowed, and why no other is.
 _BIASING = {
     "top_p": (1.0, _OF_A_PART),
     "top_k": (-1, _OF_A_PART),
@@ -284,7 +285,6 @@ _BIASING = {
     "presence_penalty": (0.0, _PENALISED),
     "min_tokens": (0, "the end of the answer would be forbidden in the engine, but not in the learner"),
 }
-"""Sampling parameters of SGLang that evenkeel doesn't use: for each the one value that is allowed, and why no other is."""
 
 
 class SamplingConfig(Settings):

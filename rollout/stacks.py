@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 
 _NAME = "evenkeel-stacks"
+# Environment variable in which Ray gives a process the id of its job.
 _JOB = "RAY_JOB_ID"
-"""Environment variable in which Ray gives a process the id of its job."""
 _SIGNAL = signal.SIGUSR2  # neither Ray nor SGLang nor torch use it in a process of ours
 _WRITTEN_S, _POLL_S = 2.0, 0.05
 

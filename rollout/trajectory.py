@@ -159,8 +159,8 @@ class AnswerFacts(_Answer):
     read_again_tokens: int = 0
 
 
+# Values of the fields of AnswerFacts, in their order, of an answer of either kind.
 _facts_of = attrgetter(*(one.name for one in fields(AnswerFacts)))
-"""Values of the fields of AnswerFacts, in their order, of an answer of either kind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,34 +81,34 @@ class RolloutEngine:
         self.config = config
         self._process = process
         self._version = version
+        # Why the engine is dirty; None if it isn't.
         self._dirty: str | None = None
-        """Why the engine is dirty; None if it isn't."""
+        # Cleared while the engine is paused for new weights: requests that come now wait.
         self._no_update = asyncio.Event()
-        """Cleared while the engine is paused for new weights: requests that come now wait."""
         self._no_update.set()
         self._failed_updates = 0
         self._updating = asyncio.Lock()
         self._specs: dict[str, WeightSpec] | None = None
+        # What each rank holds, if there are several; known after `weight_specs`.
         self._parts: RankParts | None = None
-        """What each rank holds, if there are several; known after `weight_specs`."""
         self._staging = weight_transfer.SharedStaging(config.tensor_parallel, config.copy_threads)
         self.silent_s = 0.0
         """Seconds of heartbeat_s that the engine had used up without a sign of life at its last probe."""
+        # Response tokens of requests that have ended; and the most known to have been sampled so far.
         self._ended_tokens = self._seen_tokens = 0
-        """Response tokens of requests that have ended; and the most known to have been sampled so far."""
+        # Number of calls under way in which the scheduler waits for others or is busy for long. Each has a deadline of its own, and the
+        # heartbeat isn't checked meanwhile.
         self._interruptions = 0
-        """Number of calls under way in which the scheduler waits for others or is busy for long. Each has a deadline of its own, and the
-        heartbeat isn't checked meanwhile."""
         self.vocab_size = vocab_size
         """Size of the vocabulary: token ids are below it."""
         self.lengths = RequestLengths.of_engine(process.engine.tokenizer_manager.max_req_input_len)
         """How long prompts and answers may be."""
         self._experts = experts
         self._requests = 0
+        # SGLang's names of them.
         self._under_way = set[str]()
-        """SGLang's names of them."""
+        # Answers under way in each group of ranks.
         self._in_groups = [0] * config.attention_data_parallel
-        """Answers under way in each group of ranks."""
         self.is_leaving = False
         """True from `hand_back` on: requests in flight are handed back, and nothing is sampled any more."""
 

@@ -18,6 +18,7 @@ from evenkeel.correction.errors import EngineError
 from evenkeel.engines.capture import Capture, CapturedRows, OperatorPlace, sequence_start
 
 LAST = "logits_processor"
+# SGLang's module in a layer -> operator whose output is its own; norms before and after the parts have names by the family.
 _LAYER = {
     "self_attn.qkv_proj": "qkv",
     "self_attn.q_norm": "q_norm",
@@ -28,9 +29,8 @@ _LAYER = {
     "mlp.act_fn": "silu",
     "mlp.down_proj": "down",
 }
-"""SGLang's module in a layer -> operator whose output is its own; norms before and after the parts have names by the family."""
+# A norm that adds its input to the residual first returns both; one that doesn't is given the sum.
 _RESIDUAL_OF = {"norm": "residual", "mlp_norm": "mlp_residual", "final_norm": "final_residual"}
-"""A norm that adds its input to the residual first returns both; one that doesn't is given the sum."""
 
 
 def engine_arguments(folder: Path, layers: int, norms: Mapping[str, str]) -> dict[str, Any]:

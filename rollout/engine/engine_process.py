@@ -48,8 +48,8 @@ CONTROLLER = "controller"
 
 _MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 _BALANCE_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+# Held while an engine starts, by variables of this process: one at a time.
 _ENVIRONMENT = threading.Lock()
-"""Held while an engine starts, by variables of this process: one at a time."""
 
 
 class EngineProcess:
@@ -64,8 +64,8 @@ class EngineProcess:
         self._config = config
         self._engine_id = uuid.uuid4().hex
         self._last_error = Path(tempfile.gettempdir()) / f"evenkeel-{self._engine_id}.error"
+        # Children that this process had before the engine.
         self._strangers: set[psutil.Process] = set()
-        """Children that this process had before the engine."""
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._waiting: set[asyncio.Future[None]] = set()

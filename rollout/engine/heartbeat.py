@@ -23,13 +23,13 @@ import psutil
 MISSES = 3
 """An engine that computes nothing is lost after this many probes in a row without an answer, each a third of the limit long."""
 _MISSES_AT_WORK = 10 * MISSES
+# Probes per limit_s while they are answered.
 _PROBES = 6
-"""Probes per limit_s while they are answered."""
+# Share of a processor: a process that uses more counts as computing.
 _LEAST_SHARE = 0.05
-"""Share of a processor: a process that uses more counts as computing."""
 _LOOK_S = 0.1
+# Processes of which at least one runs while a kernel is compiled (by ninja, with nvcc).
 _COMPILERS = frozenset({"nvcc", "cicc", "ptxas", "cudafe++", "cc1plus", "ninja"})
-"""Processes of which at least one runs while a kernel is compiled (by ninja, with nvcc)."""
 
 
 async def until_engine_lost(

@@ -15,12 +15,12 @@ from evenkeel.correction.errors import ConfigError
 
 _PREFIX = "evenkeel-engine-"
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+# Bytes that the kernel allows for the path of a socket.
 _SOCKET = 107
-"""Bytes that the kernel allows for the path of a socket."""
 LONGEST_TMPDIR = _SOCKET - len(f"/{_PREFIX}12345678/pymp-12345678/listener-12345678")
 """Bytes. SGLang's sockets lie below an engine's folder, and deepest those of multiprocessing, by which tensors are handed on."""
+# Folders of living engines of this process, and descriptors that hold their locks.
 _held: dict[Path, int] = {}
-"""Folders of living engines of this process, and descriptors that hold their locks."""
 
 
 @contextmanager

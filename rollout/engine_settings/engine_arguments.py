@@ -88,6 +88,7 @@ ATTENTION_BACKENDS = frozenset(_BACKENDS.split())
 """SGLang's names (its arg_groups/choices.py); not each computes on each device."""
 
 
+# Prefixes of argument names, why they are refused, and what to set instead.
 _REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("speculative_", "decoupled_spec_", "spec_trace_dir", "enable_multi_layer_eagle", "dllm_"),
@@ -156,7 +157,6 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "rollout.workers",
     ),
 )
-"""Prefixes of argument names, why they are refused, and what to set instead."""
 _WHOLE = "weights are sent to, and compared with, ranks that each have a part of every tensor"
 _EXPERTS = "rollout.engine.expert_parallel"
 _ONE_NODE = "a rollout worker is one actor on one node, and asks Ray for a GPU for each of rollout.engine.tensor_parallel ranks"

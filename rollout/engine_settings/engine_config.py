@@ -40,17 +40,17 @@ RESERVED_ARGUMENTS = {
     "sampling_backend": "nothing: behaviour logprobs come from evenkeel's sampler",
 }
 """SGLang arguments that evenkeel sets itself, and what to set instead of each."""
+# Arguments of an engine with a share of a GPU, so that all of its memory can be counted (engines/machine.py): a small prefill chunk, and no
+# CUDA graphs of prefill, of which that chunk would have 42, 336 MiB by SGLang's own estimate.
 _OF_A_SHARE = {"chunked_prefill_size": PREFILL_TOKENS, "disable_prefill_cuda_graph": True}
-"""Arguments of an engine with a share of a GPU, so that all of its memory can be counted (engines/machine.py): a small
-prefill chunk, and no CUDA graphs of prefill, of which that chunk would have 42, 336 MiB by SGLang's own estimate."""
 
+# Argument of an engine of experts on a GPU: kernels that leave weights as files have them, and as updates write them. SGLang's auto is the
+# same on all GPUs but sm_10x (Blackwell), of bfloat16 (layers/quantization/unquant.py) and of float8 in blocks (fp8.py, as long as no
+# moe_a2a_backend is DeepEP's, which is refused). There it is flashinfer_trtllm (arg_groups/model_overrides/qwen3_moe.py), which lays
+# weights out in blocks of its own.
 _RUNNER = {"moe_runner_backend": "triton"}
-"""Argument of an engine of experts on a GPU: kernels that leave weights as files have them, and as updates write them. SGLang's auto is the
-same on all GPUs but sm_10x (Blackwell), of bfloat16 (layers/quantization/unquant.py) and of float8 in blocks (fp8.py, as long as no
-moe_a2a_backend is DeepEP's, which is refused). There it is flashinfer_trtllm (arg_groups/model_overrides/qwen3_moe.py), which lays weights
-out in blocks of its own."""
+# Most tokens in the KV cache of a CPU, unless the setting says another number.
 _CPU_CACHE_TOKENS = 65_536
-"""Most tokens in the KV cache of a CPU, unless the setting says another number."""
 COPY_THREADS = 4
 """Threads that copy weights for a GPU: as many as fill its bus, at 5 GB/s a thread and 20 GB/s of PCIe 4 x16: assumptions."""
 _NO_FLOAT32 = (

@@ -25,8 +25,8 @@ GROUPS_OF_RANKS = ("qwen3", "qwen3_moe")
 set."""
 UNREPORTED_ROUTES = ("mixtral", "olmoe")
 """By model_type: SGLang's routers don't know the number of their layer, so SGLang can't record the experts that they chose."""
+# Ports that an engine with such groups takes, counted from SGLang's `port` (its server_args.py); others talk by sockets in files.
 _PORTS = (13, *range(233, 240))
-"""Ports that an engine with such groups takes, counted from SGLang's `port` (its server_args.py); others talk by sockets in files."""
 _ONE, _DIVISOR = "Set it to 1", "Set it to a common divisor, or to 1"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Tokens of the room that SGLang keeps for itself: it cuts longer answers without a word (scheduler.py, init_req_max_new_tokens).
 _KEPT = 2
-"""Tokens of the room that SGLang keeps for itself: it cuts longer answers without a word (scheduler.py, init_req_max_new_tokens)."""
+# Tokens of the room without which SGLang's max_req_input_len is (tp_worker.py, get_worker_info). A prompt has to be shorter than that,
+# however short its answer (managers/utils.py, validate_input_length).
 _AFTER_PROMPT = 6
-"""Tokens of the room without which SGLang's max_req_input_len is (tp_worker.py, get_worker_info). A prompt has to be shorter than that,
-however short its answer (managers/utils.py, validate_input_length)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,8 @@ MOST_PARTS, LONGEST_NAME = 128, 256
 GYM_ENTRY = "reasoning_gym_entry"
 """Column of a row that holds the entry of its reasoning-gym question, as `as_json` writes it."""
 _TUPLE, _SET, _ITEMS = "__tuple__", "__set__", "__items__"
+# Characters that are kept of an exception's text.
 _LONGEST_ERROR = 500
-"""Characters that are kept of an exception's text."""
 
 Scorer = Callable[[dict[str, Any]], Any]
 """Takes a request (prompt, completion, answer, metadata), returns a number or a dict of numbers."""

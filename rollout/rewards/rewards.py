@@ -37,8 +37,8 @@ from evenkeel.rollout.rewards.reward_trial import in_its_form
 from evenkeel.rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 
 _MAX_REPLY_BYTES = 1 << 24
+# Characters that are kept of a scorer's error.
 _LONGEST_ERROR = 2000
-"""Characters that are kept of a scorer's error."""
 _END_S = 10.0
 
 
@@ -199,15 +199,15 @@ class _ScoringProcess:
     def __init__(self, spec: dict[str, Any], start_deadline_s: float) -> None:
         self._spec = spec
         self._start_deadline_s = start_deadline_s
+        # The guardian of the scoring process.
         self._child: subprocess.Popen[bytes] | None = None
-        """The guardian of the scoring process."""
+        # While it is open, the guardian lets the child live.
         self._leash = -1
-        """While it is open, the guardian lets the child live."""
         self._socket: socket.socket | None = None
+        # Streams over the socket, from the first wait for the child to be ready.
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        """Streams over the socket, from the first wait for the child to be ready."""
+        # Open as long as the streams are; readable when the guardian has ended (Linux).
         self._pidfd = -1
-        """Open as long as the streams are; readable when the guardian has ended (Linux)."""
         self._is_ready = False
 
     def start(self) -> None:

@@ -22,8 +22,8 @@ STAND_INS = ("sgl_kernel", "torchvision")
 UNUSED = "megatron"
 """SGLang imports it where it is installed, for half a second, to name its own ranks as Megatron would in dumps of tensors. Without it, it
 leaves those names out."""
+# Threshold of the garbage collector in SGLang's processes. With Python's default of 700 it takes a fifth of their start-up time.
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Threshold of the garbage collector in SGLang's processes. With Python's default of 700 it takes a fifth of their start-up time."""
 
 
 def serves_on_cpu() -> bool:

@@ -45,10 +45,10 @@ class PlainAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # SG
 class BatchedAttentionBackend(PlainAttentionBackend):
     """Layers with anything but plain causal self-attention (sliding window, cross attention, encoder) go to the stock backend."""
 
+    # [T] int64, of each new token: its sequence's row of req_to_token.
     _requests: Tensor
-    """[T] int64, of each new token: its sequence's row of req_to_token."""
+    # [T] int64: the tokens of its sequence up to and with it.
     _lengths: Tensor
-    """[T] int64: the tokens of its sequence up to and with it."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)

@@ -73,8 +73,8 @@ class BatchInvariantAttentionBackend(PlainAttentionBackend):
     (RunningCache); a prefill is one for each sequence. There is no other kernel to fall back to.
     """
 
+    # [B, 1, 1, 1, L]: 0, or -inf on padding.
     _bias: Tensor
-    """[B, 1, 1, 1, L]: 0, or -inf on padding."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)

@@ -18,8 +18,8 @@ from torch import Tensor
 from evenkeel.engines.float8_format import BLOCK
 from evenkeel.engines.weights import LARGEST, dequantised
 
+# SGLang's largest entry of a group whose entries are all smaller.
 _LEAST = 1e-10
-"""SGLang's largest entry of a group whose entries are all smaller."""
 
 
 def register(*, on_cpu: bool) -> None:

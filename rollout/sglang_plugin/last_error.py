@@ -6,8 +6,8 @@ import contextlib
 import logging
 from pathlib import Path
 
+# In SGLang's line about it, followed by the traceback.
 _MARK = " hit an exception: "
-"""In SGLang's line about it, followed by the traceback."""
 _LONGEST = 300
 
 

@@ -37,14 +37,14 @@ class RunningCache:
             dtype: of the copy.
         """
         self._layers, self._multiple, self.dtype = layers, multiple, dtype
+        # [B], of the last step; None when the next one can't go on from it.
         self._requests: Tensor | None = None
-        """[B], of the last step; None when the next one can't go on from it."""
+        # [B], with the token of this step.
         self._lengths = torch.empty(0)
-        """[B], with the token of this step."""
+        # [B, C], in the paged cache; padding repeats the sequence's first.
         self._slots = torch.empty(0)
-        """[B, C], in the paged cache; padding repeats the sequence's first."""
+        # Tokens of the longest sequence, rounded up.
         self._longest = 0
-        """Tokens of the longest sequence, rounded up."""
         self._capacity = 0
         self._is_append = False
         self._memory: dict[tuple[str, int], Tensor] = {}

@@ -29,8 +29,8 @@ from evenkeel.engines.rendezvous import Rendezvous, abort_group
 # Over NCCL torch's call returns when the GPU has been told to receive the bucket. SGLang tells it to copy from there next, and answers: if
 # torch's watchdog aborted the communicator then, the model would be given memory that nobody has written.
 
+# Seconds between two checks whether the GPU has a bucket, which takes some ten milliseconds.
 _LOOK_S = 0.0005
-"""Seconds between two checks whether the GPU has a bucket, which takes some ten milliseconds."""
 
 
 def received_in(timeout_s: float) -> Callable[..., Any]:
@@ -71,10 +71,10 @@ def wait_for_gpu(group: dist.ProcessGroup, timeout_s: float, not_done: str) -> N
         raise RuntimeError(f"{not_done}: NCCL's communicator has failed ({error.name})")
 
 
+# Seconds between two looks at rank 0's store.
 _POLL_S = 0.02
-"""Seconds between two looks at rank 0's store."""
+# Longest time to reach that store, seconds. It is there before members are asked: if nobody serves it, the group is over.
 _CONTACT_S = 5.0
-"""Longest time to reach that store, seconds. It is there before members are asked: if nobody serves it, the group is over."""
 SglangAnswer = tuple[bool, str]
 """SGLang's: success, and a sentence."""
 

@@ -19,8 +19,8 @@ from evenkeel.rollout.config import RolloutConfig, TaskConfig
 # Most texts spell none, and are encoded as transformers does it. For others the tokenizer gets a second name for each control token: the
 # template's are written by that name, and the text's own are encoded as any other text, with all that is round them.
 
+# Begin a second name, and what stands in place of a text's own control token; end of both. They are no characters.
 _NAME, _SPELT, _END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Begin a second name, and what stands in place of a text's own control token; end of both. They are no characters."""
 
 
 class ControlTokens:
@@ -125,8 +125,8 @@ def _mapped(change: Callable[[str], str], part: Any) -> Any:
 CONFIGS = ("config.json", "generation_config.json")
 """Files of a model's folder that name end tokens, and all that an engine reads of them."""
 _TOKENIZER, _TEMPLATE = "tokenizer's eos_token", "chat template"
+# Llama's end of a message that calls a tool: templates show it with their own tools alone.
 _MESSAGE_ENDS = ("<|eom_id|>",)
-"""Llama's end of a message that calls a tool: templates show it with their own tools alone."""
 _TEXTS = ("evenkeel-question", "evenkeel-answer", "evenkeel-next")
 
 
@@ -235,8 +235,8 @@ def load_tokenizer(folder: Path | str) -> Any:
         raise not_read(place or f"model = {folder}", error, said, remedy="copy the files afresh") from error
 
 
+# More characters than a token has in most texts.
 _CHARACTERS_PER_TOKEN = 16
-"""More characters than a token has in most texts."""
 
 
 @dataclass(frozen=True)

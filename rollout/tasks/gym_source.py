@@ -69,19 +69,19 @@ def _words(annotation: ast.expr) -> list[str]:
 
 logger = logging.getLogger(__name__)
 
+# How many of the questions that can't be asked are remembered.
 _NAMED = 1000
-"""How many of the questions that can't be asked are remembered."""
+# Most questions drawn for one training position until one is on the training side. At a held-out share of a tenth all of them are held out
+# with a probability of 1e-16.
 _CANDIDATES = 16
-"""Most questions drawn for one training position until one is on the training side. At a held-out share of a tenth all of them are held
-out with a probability of 1e-16."""
+# Training positions served by one reasoning-gym data set object. Each has a seed of its own, because many data sets draw entry i from
+# Random(seed + i). With fewer there are more objects, each of which may read a whole corpus; with more the wait for one is longer where it
+# makes all its entries at once.
 _POSITIONS = 256
-"""Training positions served by one reasoning-gym data set object. Each has a seed of its own, because many data sets draw entry i
-from Random(seed + i). With fewer there are more objects, each of which may read a whole corpus; with more the wait for one is longer where
-it makes all its entries at once."""
+# Seeds that are tried for a data set object that raises while it is made.
 _SEEDS = 4
-"""Seeds that are tried for a data set object that raises while it is made."""
+# Errors that say nothing about a question: with these the next start may make it.
 _OF_THE_MACHINE = (MemoryError, OSError)
-"""Errors that say nothing about a question: with these the next start may make it."""
 _NOTICE_S = 10.0
 
 

@@ -24,10 +24,10 @@ PlacedRow = tuple[str, Any]
 """(file and line or row, row); a row that can't even be read is a DataError with the reason."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half a character: from a JSON escape that lacks its other half, or, as U+DC80 to U+DCFF, a byte that is not UTF-8 (PEP 383)."""
+# The byte-order mark: at the start of a file, and in its middle where files were joined. It says nothing in UTF-8.
 _MARK = "\ufeff"
-"""The byte-order mark: at the start of a file, and in its middle where files were joined. It says nothing in UTF-8."""
+# Seconds within which the hub has to answer.
 _HUB_S = 10.0
-"""Seconds within which the hub has to answer."""
 
 
 class UnreadableFile(Exception):
