@@ -15,11 +15,11 @@ if TYPE_CHECKING:  # reading settings must not cost the import of torch
     import torch
 
 
+# Settings of Megatron that the learner doesn't support, with the reason; only 1 is allowed.
 _NOT_BUILT = {
     "context_parallel": "a sequence's keys are all on one rank: rows of packed sequences and of shared prompts can't be spread over ranks. "
     "Leave it out; for long sequences use tensor_parallel with sequence_parallel: true, and recompute_activations: true",
 }
-"""Settings of Megatron that the learner doesn't support, with the reason; only 1 is allowed."""
 
 
 class LearnerConfig(Settings):

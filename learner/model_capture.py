@@ -19,6 +19,8 @@ from evenkeel.learner.weights.convert import split_qkv
 
 Head = Callable[[Tensor], Tensor]
 
+# Megatron's module in a layer -> operator whose output is its own; of a product with a norm after it (learner/model/layers.py) the
+# product's is what enters the norm.
 _OUTPUTS = {
     "input_layernorm": "norm",
     "self_attention.linear_qkv": "qkv",
@@ -32,15 +34,13 @@ _OUTPUTS = {
     "mlp.linear_fc2": "down",
     "mlp.linear_fc2.norm": "feed_forward_norm",
 }
-"""Megatron's module in a layer -> operator whose output is its own; of a product with a norm after it (learner/model/layers.py) the
-product's is what enters the norm."""
+# Megatron's module in a layer -> operators that make its first inputs, which no module of their own computes.
 _INPUTS = {
     "input_layernorm": ("residual",),
     "self_attention.core_attention": ("rotary_q", "rotary_k"),
     "pre_mlp_layernorm": ("mlp_residual",),
     "mlp.linear_fc2": ("silu",),
 }
-"""Megatron's module in a layer -> operators that make its first inputs, which no module of their own computes."""
 
 
 def capture(policy: PolicyModel, heads: HeadShape, batch: PackedBatch, forward: Callable[[], Tensor], head: Head) -> tuple[Tensor, Capture]:

@@ -20,14 +20,14 @@ from typing import Any
 from evenkeel.correction.errors import DataError, one_line
 from evenkeel.learner.hf.tensor_files import save_model
 
+# Names of GGUF whose conversion is compared with an independent one; Mistral's files are called llama, too.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Names of GGUF whose conversion is compared with an independent one; Mistral's files are called llama, too."""
 _LAYER = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
 _LAYER_OF_ITS_OWN = {"qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias"), "qwen3": ("attn_q_norm.weight", "attn_k_norm.weight")}
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# Types of tokens (tokenizer.ggml.token_type) that are looked for in a text before it is cut.
 _CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens (tokenizer.ggml.token_type) that are looked for in a text before it is cut."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ _SIZES = {
     "max_position_embeddings",
 }
 _OF_EXPERTS = {"moe_intermediate_size", "num_experts", "num_experts_per_tok"}
+# By model_type: options that the file must have. For all others, transformers' defaults are values that the learner supports.
 _SIZES_OF = {
     **dict.fromkeys(("qwen3", "qwen2", "llama", "olmo2"), _SIZES),
     "qwen3_moe": _SIZES | _OF_EXPERTS,
@@ -25,11 +26,10 @@ _SIZES_OF = {
     "mixtral": _SIZES | {"num_local_experts", "num_experts_per_tok"},
     "olmoe": _SIZES | {"num_experts", "num_experts_per_tok"},
 }
-"""By model_type: options that the file must have. For all others, transformers' defaults are values that the learner supports."""
 
 
+# Families whose head_dim, where the file has none, is a number of transformers'; of others it is hidden_size / num_attention_heads.
 _OWN_HEAD_DIM = {"qwen3", "qwen3_moe"}
-"""Families whose head_dim, where the file has none, is a number of transformers'; of others it is hidden_size / num_attention_heads."""
 
 
 def _is_size(value: Any) -> bool:
@@ -60,6 +60,7 @@ def _is_theta(value: Any) -> bool:
     return type(value) in (int, float) and value > 0
 
 
+# What an option's value has to be like; a file with any other option is none of these.
 _FORMS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_SIZES | _OF_EXPERTS | {"num_local_experts", "head_dim"}, _is_size),
     **dict.fromkeys(("max_window_layers", "decoder_sparse_step", "pretraining_tp"), _is_size),
@@ -79,7 +80,6 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "mlp_only_layers": lambda value: value in (None, []),
     "layer_types": lambda value: type(value) is list,
 }
-"""What an option's value has to be like; a file with any other option is none of these."""
 
 
 def is_plainly_trainable(content: Mapping[str, Any]) -> bool:

@@ -84,10 +84,10 @@ class GuardedOptimizer:
                 for group in optimizer.param_groups:
                     group["fused"] = True  # one pass over the weights instead of about ten
         self._warmup_steps = config.warmup_steps
+        # The objective that Adam's averages were made under; None: not known.
         self._objective: str | None = None
-        """The objective that Adam's averages were made under; None: not known."""
+        # Number of updates made before the averages were last restarted.
         self._begun_at = 0
-        """Number of updates made before the averages were last restarted."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -508,8 +508,8 @@ def unsampled_batch(token_ids: Tensor, offsets: Tensor, loss_mask: Tensor) -> Pa
 # places (`release`). All ranks have equally many micro-batches, so a place means the same on each. That doesn't hold for pipeline stages: a
 # stage waits for another one in the middle of a micro-batch.
 
+# How long a held rank waits to be released. The caller may need that long: it asks ranks that it can't reach again.
 _RELEASED_S = 180.0
-"""How long a held rank waits to be released. The caller may need that long: it asks ranks that it can't reach again."""
 
 
 class Abort:
@@ -517,12 +517,12 @@ class Abort:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        # Number of the abortable call that runs, or of the last one.
         self._call = 0
-        """Number of the abortable call that runs, or of the last one."""
+        # Number of micro-batches that the call has begun; None: the call is over, or has begun to change the weights.
         self._place: int | None = None
-        """Number of micro-batches that the call has begun; None: the call is over, or has begun to change the weights."""
+        # Numbers of the calls that were held last and released last, and the micro-batch before which the released one ends.
         self._held, self._released, self._end = 0, 0, 0
-        """Numbers of the calls that were held last and released last, and the micro-batch before which the released one ends."""
 
     @contextmanager
     def during(self, call: int) -> Iterator[None]:

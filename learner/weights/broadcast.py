@@ -31,15 +31,15 @@ from evenkeel.correction.errors import SyncError
 from evenkeel.engines.rendezvous import Rendezvous, abort_group, gloo_towards, rendezvous_store
 from evenkeel.engines.weights import WeightSpec, goes_whole, widest_first
 
+# Seconds between two checks whether the GPU has sent a bucket, which takes some ten milliseconds.
 _POLL_S = 0.0005
-"""Seconds between two checks whether the GPU has sent a bucket, which takes some ten milliseconds."""
+# Seconds between two checks whether all members are there, or nobody waits for them any more.
 _MEETING_POLL_S = 0.02
-"""Seconds between two checks whether all members are there, or nobody waits for them any more."""
+# Seconds in which members look at the store again, many times.
 _TOLD_S = 1.0
-"""Seconds in which members look at the store again, many times."""
 _LEFT = "the learner has left it meanwhile"
+# Part of the time to join in which members have to come; the rest is for connecting them.
 _TO_COME = 0.9
-"""Part of the time to join in which members have to come; the rest is for connecting them."""
 
 
 class WeightBroadcaster:

@@ -187,8 +187,8 @@ class _Saved:
     def __init__(self, folder: Path, files: int, hf_config: Any, placement: Placement):
         self._placement, self._heads, self._vocab_size = placement, HeadShape.of(hf_config), hf_config.vocab_size
         self._files: list[Any] = [open_tensors(folder / file_name(RANK, rank)) for rank in range(files)]
+        # [parameter, kind][part] -> its pieces: start, number of the file, name in it.
         self._pieces: dict[tuple[str, str], dict[int, list[tuple[int, int, str]]]] = defaultdict(lambda: defaultdict(list))
-        """[parameter, kind][part] -> its pieces: start, number of the file, name in it."""
         for number, file in enumerate(self._files):
             for name in file.keys():  # noqa: SIM118  # it is no dict
                 piece = _TensorPiece.parse(name)

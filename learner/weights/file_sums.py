@@ -23,14 +23,14 @@ from evenkeel.correction.errors import DataError
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 """In a checkpoint: this one. In its folder of the learner: what the learner says of its own files (checkpoint_files.py)."""
+# Suffix of the files that `leave_sum` writes.
 _LEFT = ".xxh3"
-"""Suffix of the files that `leave_sum` writes."""
 _CHUNK_BYTES = 4 << 20
+# What a disk or a file system says of data that it has lost. All else (a stale handle, a deadline, no permission, too many open files) may
+# pass, and says nothing of the file.
 _DAMAGE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP})
-"""What a disk or a file system says of data that it has lost. All else (a stale handle, a deadline, no permission, too many open files) may
-pass, and says nothing of the file."""
+# Files read at a time: a network file system gives one reader a part of what it has.
 _THREADS = 8
-"""Files read at a time: a network file system gives one reader a part of what it has."""
 
 
 def sum_of(path: Path, note: Callable[[int], object] = lambda _: None) -> dict[str, Any]:
