@@ -36,8 +36,8 @@ SYNC_ATTEMPTS = 3
 """Attempts of an engine at new weights, each with the deadline deadlines.sync_s, before it is given up."""
 
 
+# Keys of InitConfig that name published weights.
 _PUBLISHED = frozenset({"hub", "gguf", "package"})
-"""Keys of InitConfig that name published weights."""
 
 
 class GgufPackage(Settings):

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 T = TypeVar("T")
+# Errors of reading a torn or foreign line: values of other types and sizes. RecursionError: a line of a thousand brackets.
 _NOT_OURS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""Errors of reading a torn or foreign line: values of other types and sizes. RecursionError: a line of a thousand brackets."""
 _TAIL_BYTES = 1 << 17
 _PIECE_BYTES = 1 << 20
+# Whole numbers below have a double of their own, as plots need it.
 _MOST_STEPS = 1 << 53
-"""Whole numbers below have a double of their own, as plots need it."""
 
 
 class _StepAlone(msgspec.Struct):

@@ -27,8 +27,8 @@ from evenkeel.learner.weights.file_sums import may_pass, read_manifest_of_files,
 from evenkeel.rollout.tasks.chat import load_tokenizer
 from evenkeel.rollout.tasks.tasks import Task
 
+# Folder of the learner's own files in a checkpoint's state.
 _LEARNER = "learner"
-"""Folder of the learner's own files in a checkpoint's state."""
 
 
 @dataclass(frozen=True, slots=True)

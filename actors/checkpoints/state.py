@@ -173,10 +173,10 @@ def _with_prompts(queue: QueueSnapshot, prompt_of: Callable[[Prompt, int], Promp
 #
 # Numbers in a row (token ids, logprobs) go into one column for each type of number; JSON says which part of it.
 
+# Key in JSON for a row of numbers; its value is [column, index of the first number, how many].
 _ROW = "row"
-"""Key in JSON for a row of numbers; its value is [column, index of the first number, how many]."""
+# Column of the rows of an `array`, by its typecode.
 _COLUMN = {typecode: f"array_{typecode}" for typecode in "bBhHiIlLqQfd"}
-"""Column of the rows of an `array`, by its typecode."""
 _TYPECODE = {column: typecode for typecode, column in _COLUMN.items()}
 
 

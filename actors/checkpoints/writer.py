@@ -26,10 +26,10 @@ T = TypeVar("T")
 ATTEMPTS = 3
 """The run ends when so many checkpoints in a row have failed, or one has passed so many deadlines; until then it goes on: its weights are
 good."""
+# Longest wait for the removal of a failed checkpoint's files. A slower disk removes them when it answers again.
 _REMOVAL_S = 10.0
-"""Longest wait for the removal of a failed checkpoint's files. A slower disk removes them when it answers again."""
+# Ratio by which the next checkpoint may be larger than the last one, because it has other groups under way.
 _GROWTH = 1.05
-"""Ratio by which the next checkpoint may be larger than the last one, because it has other groups under way."""
 
 
 class CheckpointWriter:
@@ -51,23 +51,23 @@ class CheckpointWriter:
             pause_s: seconds between two attempts at the run's end, where there is no step in between.
         """
         self._folder, self._observer, self._settings = folder, observer, settings
+        # Most seconds for the copy, and as many again for writing it.
         self._deadline_s = deadlines.checkpoint_s
-        """Most seconds for the copy, and as many again for writing it."""
         self._disk_s = deadlines.disk_s
+        # The last work that was handed to the disk. A thread can't be stopped, so the next one waits for it.
         self._on_disk: asyncio.Task[Any] | None = None
-        """The last work that was handed to the disk. A thread can't be stopped, so the next one waits for it."""
+        # Set when the disk was late for the checkpoint under way: a thread that goes on later must not complete it.
         self._is_given_up = threading.Event()
-        """Set when the disk was late for the checkpoint under way: a thread that goes on later must not complete it."""
+        # Set by `abandon`: no checkpoint may be completed any more.
         self._is_abandoned = threading.Event()
-        """Set by `abandon`: no checkpoint may be completed any more."""
         self._pause_s = pause_s
         self._writing: asyncio.Task[int] | None = None
         self._begun = 0
         self._failures = 0
+        # True if a checkpoint was due and is missing: it failed, or the one before was still being written.
         self._is_owed = False
-        """True if a checkpoint was due and is missing: it failed, or the one before was still being written."""
+        # Size of the last checkpoint; 0: there is none yet.
         self._bytes = 0
-        """Size of the last checkpoint; 0: there is none yet."""
         self._saved_step = begins_at
 
     @property

@@ -9,8 +9,8 @@ import socket
 from evenkeel.actors.config import RayConfig
 from evenkeel.correction.errors import ConfigError, EngineError
 
+# Bytes. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed.
 _LONGEST_TEMP_DIR = 40
-"""Bytes. Ray appends "/session_" with date, time and process id (44 at most) and "/sockets/plasma_store" (21); 107 are allowed."""
 _CONNECT_S = 10.0
 _NAMED = " (from RAY_ADDRESS)"
 

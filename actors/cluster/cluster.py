@@ -46,15 +46,15 @@ _JOINED_ENVIRONMENT = {
 }
 _TRIES = 3
 _PAUSE_S = 2.0
+# Added to the niceness of all actors but the learner's ranks. They then get at most a tenth of a core that the learner wants as well.
 _NICER_BY = 10
-"""Added to the niceness of all actors but the learner's ranks. They then get at most a tenth of a core that the learner wants as well."""
 _NICEST = 19
+# Longest wait for other runs on this machine that are starting their Ray.
 _TURN_S = 120.0
-"""Longest wait for other runs on this machine that are starting their Ray."""
+# Seconds after which processes that Ray leaves behind are killed.
 _ENDED_S = 5.0
-"""Seconds after which processes that Ray leaves behind are killed."""
+# Longest wait for Ray's shutdown, which usually takes a few seconds. For a raylet that is stopped (SIGSTOP) it would wait for ever.
 _SHUTDOWN_S = 20.0
-"""Longest wait for Ray's shutdown, which usually takes a few seconds. For a raylet that is stopped (SIGSTOP) it would wait for ever."""
 
 
 class Cluster:
@@ -329,8 +329,8 @@ def _load() -> str:
 
 # Who may reach a run's Ray: this machine alone if it is private, and who has the token if it is joined (docs/security.md).
 
+# Longest wait for a task that finds out whether the joined cluster asks for a token.
 _ASKED_S = 60.0
-"""Longest wait for a task that finds out whether the joined cluster asks for a token."""
 _TOKEN = "RAY_AUTH_TOKEN"
 
 

@@ -30,27 +30,27 @@ from evenkeel.actors.processes import signals
 from evenkeel.actors.processes.children import descendants
 from evenkeel.correction.errors import signal_name
 
+# Ray's variable: seconds after which its processes exit; 60 if it isn't set.
 _LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray's variable: seconds after which its processes exit; 60 if it isn't set."""
+# Share of those seconds after which the head counts as gone. A head with GCS fault tolerance may come back before.
 _SHARE = 0.5
-"""Share of those seconds after which the head counts as gone. A head with GCS fault tolerance may come back before."""
+# Number of attempts to connect within that time.
 _LOOKS = 6
-"""Number of attempts to connect within that time."""
+# Ray's variables, with its defaults: a silent connection is probed after the first time, and given up when the probe has had no answer for
+# the second. From then on a head that hangs is unreachable for Ray.
 _KEEPALIVE_MS = {"RAY_grpc_client_keepalive_time_ms": "300000", "RAY_grpc_client_keepalive_timeout_ms": "120000"}
-"""Ray's variables, with its defaults: a silent connection is probed after the first time, and given up when the probe has had no answer for
-the second. From then on a head that hangs is unreachable for Ray."""
 _PROBE_MS = {"RAY_health_check_period_ms": "3000", "RAY_health_check_timeout_ms": "10000"}
+# Ray's variables, with their defaults: the control service gives a raylet up after this many probes without an answer; the first variable
+# is the pause before each, the second its limit.
 _PROBES = "RAY_health_check_failure_threshold", "5"
-"""Ray's variables, with their defaults: the control service gives a raylet up after this many probes without an answer; the first variable
-is the pause before each, the second its limit."""
 
 _GOES_ON = "The run goes on with what it has; whatever is to start waits until it answers"
+# What becomes of the run while a head hangs, or a raylet.
 _STANDS_STILL = "The run stands still where it needs the object store, which is in that process, until it answers"
-"""What becomes of the run while a head hangs, or a raylet."""
 
+# The first bytes of a gRPC client (RFC 9113, 3.4). A running server answers, or hangs up if it speaks TLS; the kernel alone would only
+# accept the connection.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""The first bytes of a gRPC client (RFC 9113, 3.4). A running server answers, or hangs up if it speaks TLS; the kernel alone would only
-accept the connection."""
 
 
 @dataclass(frozen=True, slots=True)

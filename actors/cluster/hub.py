@@ -18,15 +18,15 @@ from evenkeel.actors.config import HubName, RunConfig
 from evenkeel.correction.errors import DataError, one_line
 from evenkeel.rollout.config import HuggingFaceTask
 
+# Files of a model: weights, configs, tokenizer, chat template, terms.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "README.md", "LICENSE*")
-"""Files of a model: weights, configs, tokenizer, chat template, terms."""
+# The same weights in other forms: folders of other runtimes, and Mistral's own.
 _OTHER_FILES = ("*/*", "consolidated*")
-"""The same weights in other forms: folders of other runtimes, and Mistral's own."""
 _WANTED: dict[str, Any] = {"allow_patterns": list(_FILES), "ignore_patterns": list(_OTHER_FILES)}
+# All but the weights.
 _OUTLINE = _WANTED | {"allow_patterns": list(_FILES[1:])}
-"""All but the weights."""
+# Seconds in which the hub has to answer a request.
 _HUB_S = 10.0
-"""Seconds in which the hub has to answer a request."""
 
 
 class HubAway(DataError):

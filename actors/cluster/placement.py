@@ -34,9 +34,9 @@ log = logging.getLogger("evenkeel")
 T = TypeVar("T")
 _POLL_S = 1.0
 _LOOK_S = 60.0
+# Seconds that each of three waits may take: until Ray reports the GPUs of a run that has just ended as free; until a group that is kept
+# away from nodes counts as without places, though there seemed to be room; and until Ray has found another node for bundles of a lost one.
 _SETTLE_S = 10.0
-"""Seconds that each of three waits may take: until Ray reports the GPUs of a run that has just ended as free; until a group that is kept
-away from nodes counts as without places, though there seemed to be room; and until Ray has found another node for bundles of a lost one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 _SHORTEST_S, _LONGEST_S = 0.25, 1.0
+# Of a step: how long a drawn group waits for others, between the shortest and the longest time, while the learner is at work.
 _SHARE = 0.25
-"""Of a step: how long a drawn group waits for others, between the shortest and the longest time, while the learner is at work."""
+# For the tokens of finished groups after SIGTERM. A preemption leaves half a minute, in which the learner's copy and the disk have to come,
+# too. Its nodes go together: tokens on one that is gone would be waited for until the kill. From one that lives they come at once.
 _LAST_TOKENS_S = 5.0
-"""For the tokens of finished groups after SIGTERM. A preemption leaves half a minute, in which the learner's copy and the disk have to
-come, too. Its nodes go together: tokens on one that is gone would be waited for until the kill. From one that lives they come at once."""
 
 
 class BatchSource:
@@ -235,12 +235,12 @@ class BatchSource:
 #
 # No tensor comes here: references go from service to learner and back.
 
+# When the tokens of one group have been lost this many times, the run goes back to its last checkpoint; two losses may be lost nodes.
+# Tokens that always come late would otherwise be sampled again for ever; with this the run ends at the fourth rollback (recovery.py), with
+# the remedy. Late groups are not discarded: they are those with the longest answers, and a run without them would learn something else.
 _MOST_LOSSES = 3
-"""When the tokens of one group have been lost this many times, the run goes back to its last checkpoint; two losses may be lost nodes.
-Tokens that always come late would otherwise be sampled again for ever; with this the run ends at the fourth rollback (recovery.py), with
-the remedy. Late groups are not discarded: they are those with the longest answers, and a run without them would learn something else."""
+# Seconds for which a drawn group waits, while the learner does, so that others can join it in one call of the service.
 _JOIN_S = 0.05
-"""Seconds for which a drawn group waits, while the learner does, so that others can join it in one call of the service."""
 
 
 class GroupsLost(EvenkeelError):
@@ -276,21 +276,21 @@ class BatchAhead:
         """
         self.version, self._correction, self._config, self._ask_service = version, correction, config, ask
         self._book, self._changes, self._gather_s = book, changes, gather_s
+        # The learner is there.
         self._is_awaited = False
-        """The learner is there."""
+        # Of the calls of the service for this batch.
         self._numbers = count()
-        """Of the calls of the service for this batch."""
+        # Drawn, and pulled by the service.
         self._groups: dict[int, StoredGroup] = {}
-        """Drawn, and pulled by the service."""
+        # Groups that the service has, and that are not in the batch any more.
         self._lost: list[int] = []
-        """Groups that the service has, and that are not in the batch any more."""
+        # Groups that no forward has been packed for, if forwards are wanted.
         self._unpacked: list[int] = []
-        """Groups that no forward has been packed for, if forwards are wanted."""
         self._chunks: list[tuple[list[int], asyncio.Task[PackedGroups]]] = []
+        # A chunk has been added, or the batch has all of its groups.
         self._changed = asyncio.Event()
-        """A chunk has been added, or the batch has all of its groups."""
+        # Seconds that the learner took to keep a copy of its weights; None: it has not been asked to.
         self._keeping_s: float | None = None
-        """Seconds that the learner took to keep a copy of its weights; None: it has not been asked to."""
         learner, every = config.learner, config.learner.report_kl_every
         self._wants_proximal = learner.needs_proximal_forward(correction)
         self._wants_reference = needs_reference_logprobs(correction) or (every > 0 and version % every == 0)

@@ -534,8 +534,8 @@ class Controller:
 # Such a step is a skipped one: the weights stay, the version grows, its groups count as trained. A batch whose answers are all right or all
 # wrong is another matter: it has no gradient either, but the next one may.
 
+# Number of skipped steps in a row that are allowed beyond max_staleness.
 _BEYOND_STALENESS = 3
-"""Number of skipped steps in a row that are allowed beyond max_staleness."""
 
 
 class EmptySteps:

@@ -30,16 +30,16 @@ from evenkeel.rollout.trajectory import FailureKind, FinishReason, Group, GroupF
 
 _STEPS = 3
 _LEAST_ANSWERS = 200
+# For rewards that differ and are all too low: partial rewards are learned from, and the first right answer may come later.
 _PARTIAL_STEPS, _PARTIAL_ANSWERS = 8, 1000
-"""For rewards that differ and are all too low: partial rewards are learned from, and the first right answer may come later."""
+# Share of groups without gradient from which one in 50 teaches something. Late in a run that goes well 70 to 90 % have none.
 _NO_GRADIENT = 0.98
-"""Share of groups without gradient from which one in 50 teaches something. Late in a run that goes well 70 to 90 % have none."""
+# A batch is given up when, with 95 % confidence, fewer than one group in _SHORTAGE has a gradient: a step would cost more than a hundred
+# times the groups that it trains on. With none in n the share is below 3 / n; with k of them, below about (k + 3) / n.
 _SHORTAGE, _RULE_OF_THREE = 100, 3
-"""A batch is given up when, with 95 % confidence, fewer than one group in _SHORTAGE has a gradient: a step would cost more than a hundred
-times the groups that it trains on. With none in n the share is below 3 / n; with k of them, below about (k + 3) / n."""
 _SHOWN = 2
+# Characters of a question, and of an answer, that a sentence has room for: of the answer its end, where it says what it found.
 _LONGEST = 120
-"""Characters of a question, and of an answer, that a sentence has room for: of the answer its end, where it says what it found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +278,8 @@ class NoLearning:
         self._groups = 0
         self._said: set[str] = set()
         self._looked_at: set[tuple[Cause, ...]] = set()
+        # Groups with and without a gradient since the last step, while groups without are discarded.
         self._usable = self._useless = 0
-        """Groups with and without a gradient since the last step, while groups without are discarded."""
 
     def finished(self, group: GroupFacts) -> bool:
         """Count a group. Returns: whether `said` wants samples now."""
@@ -349,8 +349,8 @@ class NoLearning:
 
 # Reads the answers of a few groups when a run seems unable to learn, has the cause named, and reports it.
 
+# Groups whose answers can be looked at: with half of the answers right, one in 2^64 times none of those of 8 groups of 8 is.
 _KEPT = 8
-"""Groups whose answers can be looked at: with half of the answers right, one in 2^64 times none of those of 8 groups of 8 is."""
 
 
 class LearningWatch:

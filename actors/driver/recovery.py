@@ -46,14 +46,14 @@ from evenkeel.rollout.tasks.tasks import Task
 # collective has failed. An answer can be lost while all parts live. What the run does then: recovery.py.
 
 T = TypeVar("T")
+# Seconds between two checks whether a part's process is there.
 _LOOK_S = 1.0
-"""Seconds between two checks whether a part's process is there."""
+# Seconds in which an idle, living part answers, and Ray notices a death.
 _ANSWER_S = 10.0
-"""Seconds in which an idle, living part answers, and Ray notices a death."""
+# Errors that Ray raises for a process that has ended. A kill by its memory monitor is no RayActorError.
 _DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
-"""Errors that Ray raises for a process that has ended. A kill by its memory monitor is no RayActorError."""
+# Attempts at one call, each with the whole deadline, while the actor answers `__ray_ready__`.
 _ATTEMPTS = 10
-"""Attempts at one call, each with the whole deadline, while the actor answers `__ray_ready__`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +184,12 @@ MOST_ROLLBACKS = 3
 """Most rollbacks to one checkpoint, within ROLLBACKS_S or from the same step. The fourth such death ends the run: a further attempt would
 most likely die, too."""
 ROLLBACKS_S = 3600.0
+# Replacements of the service within ROLLBACKS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
+# REPLACEMENT_PAUSE_S seconds.
 _FREE_REPLACEMENTS = 10
-"""Replacements of the service within ROLLBACKS_S without a pause. After each further one the next starts later: 2, 4, 8 ... up to
-REPLACEMENT_PAUSE_S seconds."""
+# Seconds that the learner's ranks have to finish their calls (at least; as long as their start took, if that was longer). Ranks that don't
+# are killed and started again.
 _IDLE_S = 30.0
-"""Seconds that the learner's ranks have to finish their calls (at least; as long as their start took, if that was longer). Ranks that
-don't are killed and started again."""
 _DISK_ATTEMPTS, _DISK_AGAIN_S = 30, 10.0
 
 
@@ -232,10 +232,10 @@ class Rollbacks:
     def __init__(self, folder: RunFolder, task: Task) -> None:
         self._folder, self._task = folder, task
         self._goal = -1
+        # Rollbacks to the present checkpoint: (time in seconds, step, whether only the service was replaced, at that step).
         self._before: list[tuple[float, int, bool]] = []
-        """Rollbacks to the present checkpoint: (time in seconds, step, whether only the service was replaced, at that step)."""
+        # Times of the latest replacements of the service.
         self._replaced: list[float] = []
-        """Times of the latest replacements of the service."""
 
     def allow(self, lost: Lost, error: BaseException, *, saved: int, step: int, is_replaced: bool = False) -> None:
         """Count one more rollback. Deaths that are hours apart, each at another step, are taken for chance.

@@ -128,16 +128,16 @@ class GroupBook:
         self._entries: dict[int, Entry] = {}
         # What follows could be computed from the entries, but a run holds thousands of them, and each finished group looks it up.
         self._by_state: Counter[GroupState] = Counter()
+        # Number of groups not yet in a batch, by the published version at their admission; at most max_staleness + 1 versions.
         self._undrawn: Counter[int] = Counter()
-        """Number of groups not yet in a batch, by the published version at their admission; at most max_staleness + 1 versions."""
+        # A heap of the finished groups' ids; some may have been drawn or discarded since.
         self._finished: list[int] = []
-        """A heap of the finished groups' ids; some may have been drawn or discarded since."""
+        # Ids of groups that `take_lost` has not returned yet.
         self._lost: list[int] = []
-        """Ids of groups that `take_lost` has not returned yet."""
+        # Groups that the next lost engine makes the cause.
         self._suspects: set[int] = set()
-        """Groups that the next lost engine makes the cause."""
+        # Number of groups that nobody has taken since their worker was lost, by its name.
         self._orphans: Counter[str] = Counter()
-        """Number of groups that nobody has taken since their worker was lost, by its name."""
         if snapshot is not None:
             finished = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in snapshot.finished]
             for ticket in sorted([*snapshot.in_flight, *finished], key=lambda ticket: ticket.group_id):
@@ -514,10 +514,10 @@ class GroupDelays:
     """Collects them from one reading to the next; the times of a group itself are in its entry of the book."""
 
     def __init__(self) -> None:
+        # When a step last freed places, and how many of them are still free.
         self._freed_at, self._free = 0.0, 0
-        """When a step last freed places, and how many of them are still free."""
+        # When the learner asked for the batch that it waits for.
         self._asked_at: float | None = None
-        """When the learner asked for the batch that it waits for."""
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def freed(self, places: int, now: float) -> None:

@@ -10,8 +10,8 @@ class Changes:
     """One event loop uses it."""
 
     def __init__(self) -> None:
+        # For each waiting caller its condition, and the future that wakes it.
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        """For each waiting caller its condition, and the future that wakes it."""
         self._is_telling = self._is_stale = False
 
     def tell(self) -> None:

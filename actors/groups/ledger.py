@@ -33,8 +33,8 @@ _CHUNK_BYTES = 4 << 20
 HandOver = Callable[[Callable[[], None]], object]
 TRAINED = "trained"
 """Outcome, in ledger.jsonl, of a prompt whose group was trained on. Any other outcome is the reason why it was not."""
+# Number of ids that an error about an imbalance names; the others are only counted.
 _NAMED = 8
-"""Number of ids that an error about an imbalance names; the others are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ class Ledger:
         self._mark, self._last = LedgerMark(), ""
         self._open: set[str] = set()
         self._admitted = self._trained = 0
+        # Number of prompts by reason.
         self._discarded = Counter[str]()
-        """Number of prompts by reason."""
+        # Lines of steps that are not in the file yet: still to be written, or refused by a full disk.
         self._unwritten: list[bytes] = []
-        """Lines of steps that are not in the file yet: still to be written, or refused by a full disk."""
         if path.is_file():
             os.truncate(path, 0)
 

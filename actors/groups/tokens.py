@@ -34,13 +34,13 @@ if TYPE_CHECKING:  # torch
     from evenkeel.correction.batch import PackedBatch
     from evenkeel.correction.wide import WideFields
 
+# Most workers, and most groups, that a notice names.
 _NAMED = 3
-"""Most workers, and most groups, that a notice names."""
+# Ray's max_direct_call_object_size.
 _INLINE_BYTES = 100 * 1024
-"""Ray's max_direct_call_object_size."""
 _AT_HAND_S = 10.0
+# Lower bound of a token: an id and a logprob, four bytes each.
 _LEAST_TOKEN_BYTES = 8
-"""Lower bound of a token: an id and a logprob, four bytes each."""
 GONE, LATE = "gone with its node or its worker", "not there in time"
 """Reasons why an object can't be read."""
 

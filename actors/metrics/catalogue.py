@@ -54,8 +54,8 @@ _PROMETHEUS_SUFFIX = {
     Unit.BYTES: "_bytes",
     Unit.TIMESTAMP: "_timestamp_seconds",
 }
+# Digits of rewards and accuracies, and of counters.
 _SCORE, _WHOLE = ".3f", ",.0f"
-"""Digits of rewards and accuracies, and of counters."""
 # What the catalogue's own names end in, taken off before the suffix above is put on.
 _NAME_SUFFIX = re.compile(r"(/tokens|_tokens_per_s|_share|_versions|_tokens|_bytes|_time_s|_s|_total)$")
 

@@ -157,8 +157,8 @@ class Evaluation:
 
 NEARLY_ALL = 0.9
 """Share of answers from which something is said. A small chat model with answers of 256 tokens has 40 to 75 % cut, and learns."""
+# Number of answers below which nothing is said.
 _FEWEST = 8
-"""Number of answers below which nothing is said."""
 
 
 def cut_remark(answers: Sequence[Trajectory], max_tokens: int) -> str | None:

@@ -56,13 +56,13 @@ class WaitingWork:
     def __init__(self, slots: int, samples_per_group: int) -> None:
         """Args: slots: groups that a worker has under way at most."""
         self._slots, self._samples_per_group = slots, samples_per_group
+        # Heap of (group id, arrival number, ticket); a smaller id is an older group.
         self._tickets: list[tuple[int, int, Ticket]] = []
-        """Heap of (group id, arrival number, ticket); a smaller id is an older group."""
         self._came = 0
+        # Those whose evaluation has ended without them leave at the head.
         self._questions: deque[Questions] = deque()
-        """Those whose evaluation has ended without them leave at the head."""
+        # Answers that these ask for; of an evaluation that has ended without them also those that aren't at the head yet.
         self._asked = 0
-        """Answers that these ask for; of an evaluation that has ended without them also those that aren't at the head yet."""
         self.is_fed = False
         """Training goes on: evaluations keep to their share of the slots."""
 

@@ -31,8 +31,8 @@ WINDOW_S = 3600.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0
 _LEAST_BUDGET = 10
 _LOSSES_OF_A_NODE = 2
+# Seconds within which engines of one node are lost with it.
 _TOGETHER_S = 15.0
-"""Seconds within which engines of one node are lost with it."""
 ATTEMPTS = 2
 """Failed requests of one group after which it is discarded."""
 MAX_UNREACHED = 5
@@ -48,10 +48,10 @@ class WorkerLosses:
 
     def __init__(self) -> None:
         self._losses: deque[tuple[float, str]] = deque()
+        # Times of the losses since a group was last finished.
         self._in_vain: deque[float] = deque()
-        """Times of the losses since a group was last finished."""
+        # Times and nodes of the losses of engines that had been up; those of one node within _TOGETHER_S are one.
         self._after_start: deque[tuple[float, str]] = deque()
-        """Times and nodes of the losses of engines that had been up; those of one node within _TOGETHER_S are one."""
 
     def lost(self, now: float, node: str = "", *, is_in_vain: bool = True, was_up: bool = True) -> None:
         """
@@ -188,8 +188,8 @@ class UnscoredStarts:
     """Starts of workers that failed by their reward alone, in a run that has had scores: waited for as groups that can't be scored are."""
 
     def __init__(self) -> None:
+        # Event-loop time (s) of the first one since a worker was last up.
         self._since: float | None = None
-        """Event-loop time (s) of the first one since a worker was last up."""
 
     def pause_s(self, error: BaseException | None, starts: int, now: float, *, is_alone: bool) -> float:
         """Seconds to wait before the next start: 2, 4, 8 ... up to 60.
@@ -226,8 +226,8 @@ class Scoring:
         self._reward = reward.path if isinstance(reward, FunctionReward) else reward.kind
         self._notify = notify
         self._latest = LatestGroups(window_s)
+        # Number of pauses, and their seconds, since a group was last scored.
         self._pauses, self._paused_s = 0, 0.0
-        """Number of pauses, and their seconds, since a group was last scored."""
         self.is_pausing = False
 
     def finished(self, group: GroupFacts, now: float) -> float:

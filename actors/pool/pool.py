@@ -63,15 +63,15 @@ from evenkeel.rollout.rewards.rewards import RewardError
 from evenkeel.rollout.trajectory import GroupFacts, Prompt, Trajectory, UnfinishedGroup, WorkerLoad, workers_wait
 
 log = logging.getLogger("evenkeel.pool")
+# Attempts to start each worker as long as none is up yet: a process may be killed during its start, or the start be late.
 _STARTS = 3
-"""Attempts to start each worker as long as none is up yet: a process may be killed during its start, or the start be late."""
+# Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group.
 _MAX_RESYNCS = 3
-"""Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group."""
+# Long answers with routed experts take seconds a group to read and to send.
 _LEAST_HAND_BACK_S = 10.0
-"""Long answers with routed experts take seconds a group to read and to send."""
 _CALL = "a worker's call"
+# Seconds of waiting for further changes in a large pool, times the number of workers: looking through hundreds takes milliseconds.
 _LOOK_S = 2e-5
-"""Seconds of waiting for further changes in a large pool, times the number of workers: looking through hundreds takes milliseconds."""
 
 
 class RolloutPool:
@@ -108,8 +108,8 @@ class RolloutPool:
         self._has_begun = False  # a worker has joined
         self._has_scored = False  # one has joined, with a score for its sample; or had, before the run was resumed
         self._losses, self._unscored_starts = WorkerLosses(), UnscoredStarts()
+        # Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Until they are gone.
         self._draining: dict[str, float | None] = {}
-        """Nodes that Ray drains: event-loop time (s) at which each goes; None: nobody says when. Until they are gone."""
         self._progressed = self._attended = self._now()
         self.throttle = CallThrottle()
 
@@ -121,16 +121,16 @@ class RolloutPool:
 
         # Work.
         self._book, self._changes = book, changes
+        # Ray objects that a worker's call for a group returns: facts, tokens, and wide fields if there are any.
         self._results = 3 if settings.has_wide_fields else 2
-        """Ray objects that a worker's call for a group returns: facts, tokens, and wide fields if there are any."""
         self._answers_at_once = evaluation_answers_at_once(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._will_look = False
         self._begin_books()
 
     def _begin_books(self) -> None:
         self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
+        # time.monotonic() when a worker was lost, by its name, until others have its groups.
         self._orphaned_at: dict[str, float] = {}
-        """time.monotonic() when a worker was lost, by its name, until others have its groups."""
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._latest = LatestGroups(window_s)
         self._scoring = Scoring(self._config.reward, window_s, notify=self._observer.event)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+# Longest time between two looks, seconds, in case a change was not announced.
 _LOOK_S = 5.0
-"""Longest time between two looks, seconds, in case a change was not announced."""
 
 
 class PoolTasks:

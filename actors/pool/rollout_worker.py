@@ -56,18 +56,18 @@ class RolloutWorker:
     def __init__(self, name: str, settings: WorkerSettings) -> None:
         register_stack_dump()
         self._name, self._settings = name, settings
+        # Number of the newest update asked for. An older one whose weights arrive late is dropped: it would take the engine back.
         self._asked_update = 0
-        """Number of the newest update asked for. An older one whose weights arrive late is dropped: it would take the engine back."""
+        # Updates whose checksums are not compared yet. Until they are, nothing that the engine has sampled is returned.
         self._verifying: set[asyncio.Future[None]] = set()
-        """Updates whose checksums are not compared yet. Until they are, nothing that the engine has sampled is returned."""
+        # Number of updates whose checksums were wrong. Answers sampled meanwhile belong to no known version and are refused.
         self._spoilt = 0
-        """Number of updates whose checksums were wrong. Answers sampled meanwhile belong to no known version and are refused."""
+        # Highest (generation, version) asked for; a late call for an older one is refused.
         self._newest = (0, -1)
-        """Highest (generation, version) asked for; a late call for an older one is refused."""
         self._generation = 0
         self._under_way: set[asyncio.Future[Any]] = set()
+        # Group id -> task that samples it. A repeated call for a group, after a lost answer, gets the result of the same task.
         self._groups: dict[int, asyncio.Task[Answer]] = {}
-        """Group id -> task that samples it. A repeated call for a group, after a lost answer, gets the result of the same task."""
         self._starting: asyncio.Task[ActorInfo] | None = None
 
     async def follow(self, generation: int) -> None:

@@ -24,12 +24,12 @@ LEARNER_WAITS = 0.15
 """The learner waits for data if it does so for more than this share of its time; a part of that is hand-over, which workers can't mend."""
 WORKERS_WAIT = 0.25
 """Workers wait for work if they do so for more than this share of their time."""
+# A pool shrinks to so many times what the learner takes.
 _HEADROOM = 1.1
-"""A pool shrinks to so many times what the learner takes."""
+# Steps that a decision looks at; none is made before so many have passed since the last change.
 _WINDOW = 4
-"""Steps that a decision looks at; none is made before so many have passed since the last change."""
+# Steps left out after a change: engines fill, or what those that left had made is trained.
 _SETTLING = 1
-"""Steps left out after a change: engines fill, or what those that left had made is trained."""
 
 
 @dataclass(frozen=True, slots=True)

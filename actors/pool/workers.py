@@ -34,14 +34,14 @@ from evenkeel.rollout.engine.heartbeat import MISSES
 from evenkeel.rollout.trajectory import UnfinishedGroup, WorkerLoad
 
 _LOAD_S = 5.0
+# Longest wait for receipts on their way. A worker whose receipt comes later is asked for its load.
 _RECEIPT_S = 1.0
-"""Longest wait for receipts on their way. A worker whose receipt comes later is asked for its load."""
 STOP_S = 20.0
 """Longest wait for the end of an engine, seconds."""
 _NODE_ID = "ray.io/node-id"
+# Heartbeats per limit_s of a worker that gives no other sign of life, in a pool of up to FEW workers and in a larger one. The driver of 500
+# workers would make a hundred calls a second. A process that ends is noticed at once in any case: it has a call open, `end_notice`.
 _PROBES, _PROBES_OF_MANY = 6, 2
-"""Heartbeats per limit_s of a worker that gives no other sign of life, in a pool of up to FEW workers and in a larger one. The driver of
-500 workers would make a hundred calls a second. A process that ends is noticed at once in any case: it has a call open, `end_notice`."""
 FEW = 64
 """Workers of a pool that isn't large: each gets all the attention that it can use. A larger pool would leave the driver no time."""
 

@@ -25,8 +25,8 @@ from evenkeel.rollout.parent_death import adopt_orphans, signal_at_parents_death
 if TYPE_CHECKING:
     import psutil
 
+# Longest wait for a killed process to be gone.
 _ENDED_S = 5.0
-"""Longest wait for a killed process to be gone."""
 
 
 def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
@@ -85,11 +85,11 @@ def end_new(before: Collection[psutil.Process] = ()) -> None:
         end(left)
 
 
+# Environment variable: the descriptor that the child inherits.
 _VARIABLE = "EVENKEEL_HEARTBEAT"
-"""Environment variable: the descriptor that the child inherits."""
 _BEAT = struct.Struct("d")
+# In the time after which the process counts as hung.
 _BEATS = 100
-"""In the time after which the process counts as hung."""
 _TURN_S = 1.0
 _writer: int | None = None
 

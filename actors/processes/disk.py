@@ -22,10 +22,10 @@ T = TypeVar("T")
 ON_DISK, MODEL_OR_RUN = "the run folder's disk", "the disk of the model or that of the run"
 _HANGS_AT_START = "When that disk answers again, do the same once more. The deadline follows from deadlines.bytes_per_s"
 _NOTICE_S = 30.0
+# Least deadline, seconds, of work that also imports packages, or draws.
 _COMPUTES_S = 300.0
-"""Least deadline, seconds, of work that also imports packages, or draws."""
+# Longest wait for running calls when the loop closes.
 _END_S = 2.0
-"""Longest wait for running calls when the loop closes."""
 
 
 class DaemonThreads(ThreadPoolExecutor):

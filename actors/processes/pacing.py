@@ -104,8 +104,8 @@ class CallThrottle:
             asyncio.get_running_loop().call_soon(self._release)
 
 
+# A float takes no more than 1023. Any pause has reached its longest by then.
 _MOST_DOUBLINGS = 1000
-"""A float takes no more than 1023. Any pause has reached its longest by then."""
 
 
 def doubled_pause_s(number: int, first_s: float, most_s: float) -> float:

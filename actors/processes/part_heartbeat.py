@@ -25,8 +25,8 @@ CONCURRENCY_GROUPS = {"heartbeat": 1}
 OUT_OF_TURN = "out_of_turn"
 """Concurrency group for calls that must not wait for a part's other calls, which run one after the other. Its own calls run one after the
 other, too."""
+# Heartbeats in a row without an answer after which a part is lost.
 _MISSES = 4
-"""Heartbeats in a row without an answer after which a part is lost."""
 _MOST_NOTICES = 1000
 TakeReport = Callable[[EventLevel, str | WaitNotice], object]
 """Takes what a part reports: its level, and a sentence or the notice of a wait."""

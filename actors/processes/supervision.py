@@ -47,8 +47,8 @@ HALF_OVER: ContextVar[Callable[[LongWait], None] | None] = ContextVar("half_over
 """Called, in tasks of this context, with each long wait that has used half of its deadline. One that has none is long after _ENDLESS_S, or
 after `usual_s` if that is later."""
 _LONG_S, _ENDLESS_S = 60.0, 600.0
+# Longest wait, seconds, for the clause that says what is missing.
 _DETAIL_S = 5.0
-"""Longest wait, seconds, for the clause that says what is missing."""
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between attempts to reach an unavailable actor, seconds: a network that comes back within half a minute does no harm."""
 
@@ -176,8 +176,8 @@ async def call_until_answered(
             late(f"{what}: late, no answer in {waited_s:.0f} s; it is asked again")
 
 
+# Seconds until a process that can't be reached is called again.
 _UNREACHED_S = 1.0
-"""Seconds until a process that can't be reached is called again."""
 
 
 async def until_silent(

@@ -37,11 +37,11 @@ from evenkeel.correction.errors import (
 log = logging.getLogger("evenkeel.ranks")
 M = TypeVar("M", bound=Callable[..., Any])
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
+# In what torch says, in small letters, where it has no class of its own for it; gloo gives the path of its source file.
 _FAILED = (
     *("cuda error", "cuda driver error", "cublas error", "cudnn error", "triton error"),
     *("nccl error", "gloo/"),
 )
-"""In what torch says, in small letters, where it has no class of its own for it; gloo gives the path of its source file."""
 _LONGEST = 200
 _REMEDY = (
     "lower learner.tokens_per_microbatch, set learner.recompute_activations: true, or spread the model over more ranks "
@@ -88,8 +88,8 @@ def names_failures(method: M) -> M:
     return cast(M, call)
 
 
+# Seconds in which a rank answers out of turn, as which call it has begun.
 _ANSWER_S = 10.0
-"""Seconds in which a rank answers out of turn, as which call it has begun."""
 
 
 class NumberedRank:
@@ -98,8 +98,8 @@ class NumberedRank:
     def __init__(self, name: str) -> None:
         """Args: name: of the rank, for error messages."""
         self.name, self._calls = name, 0
+        # Method of the last call, and its result or error.
         self._last: tuple[str, Future[Any]] = "", Future()
-        """Method of the last call, and its result or error."""
 
     def calls(self) -> int:
         """Number of the last collective call."""
@@ -160,12 +160,12 @@ class CollectiveCaller:
         """Number of the last call."""
         self._one_at_a_time = asyncio.Lock()
         self._asking: set[asyncio.Task[Any]] = set()
+        # Why some rank may have missed a call that others have run; no further call is made until `begin_anew`. Empty: no rank has.
         self._missed = ""
-        """Why some rank may have missed a call that others have run; no further call is made until `begin_anew`. Empty: no rank has."""
+        # Method of the call under way; empty: there is none.
         self._under_way = ""
-        """Method of the call under way; empty: there is none."""
+        # Methods that are not called any more until `begin_anew`.
         self._refused: frozenset[str] = frozenset()
-        """Methods that are not called any more until `begin_anew`."""
 
     async def ask(self, method: str, *arguments: Any, what: str, deadline_s: float, results: int) -> list[list[Any]]:
         """Call a method on all ranks, after all calls before. The call goes on if this task is cancelled: otherwise a rank that can't be

@@ -33,10 +33,10 @@ if TYPE_CHECKING:  # torch and Megatron are imported in the ranks' own processes
     from evenkeel.learner.results import StepResult
 
 
+# Seconds between two checks whether a checkpoint is written: a fifth of the time that it has taken so far, within these bounds.
 _LEAST_POLL_S, _MOST_POLL_S = 0.2, 1.0
-"""Seconds between two checks whether a checkpoint is written: a fifth of the time that it has taken so far, within these bounds."""
+# Most ranks that a notice or an error names.
 _NAMED = 4
-"""Most ranks that a notice or an error names."""
 
 
 def refuse_a_mixture(infos: Sequence[ActorInfo]) -> None:

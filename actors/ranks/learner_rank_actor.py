@@ -60,15 +60,15 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
         self._broadcaster: WeightBroadcaster | None = None
+        # Of the weight group that is joined: whether it is given up, and its name. And the name of the last one that was closed.
         self._opening, self._given_up, self._group_name, self._closed_group = threading.Lock(), threading.Event(), "", ""
-        """Of the weight group that is joined: whether it is given up, and its name. And the name of the last one that was closed."""
+        # Name and store of the weight group that is joined next.
         self._served: tuple[str, TCPStore] | None = None
-        """Name and store of the weight group that is joined next."""
         self._reserved: socket.socket | None = None
         self._staging: Staging | None = None
         self._processor: Processor | None = None
+        # Wide fields of the batch that comes next, by reference.
         self._read: dict[Any, Any] = {}
-        """Wide fields of the batch that comes next, by reference."""
 
     @ray.method(concurrency_group=OUT_OF_TURN)
     def address(self) -> tuple[str, int]:

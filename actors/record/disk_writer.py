@@ -17,13 +17,13 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
+# Lines kept in memory while their writes fail; the oldest are dropped beyond that. A step has about six.
 _MOST = 100_000
-"""Lines kept in memory while their writes fail; the oldest are dropped beyond that. A step has about six."""
+# Most jobs that may wait before a file is left out, and before a step is delayed: the jobs of tens and of hundreds of steps.
 _MOST_BEFORE_A_FILE, _MOST_BEFORE_A_STEP = 100, 1000
-"""Most jobs that may wait before a file is left out, and before a step is delayed: the jobs of tens and of hundreds of steps."""
 _LOOK_S = 0.1
+# From a refusal to the next attempt, unless a flush asks for one: a disk may take seconds to refuse.
 _PAUSE_S = 1.0
-"""From a refusal to the next attempt, unless a flush asks for one: a disk may take seconds to refuse."""
 
 
 class FileThread:

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from evenkeel.actors.config import MetricsConfig
     from evenkeel.actors.record.run_folder import RunFolder
 
+# Most steps that wait for Weights & Biases; with more it counts as gone.
 _MOST_STEPS = 1000
-"""Most steps that wait for Weights & Biases; with more it counts as gone."""
+# Longest wait for the start of Weights & Biases, which itself gives up after 90 s.
 _START_S = 180.0
-"""Longest wait for the start of Weights & Biases, which itself gives up after 90 s."""
 CLOSE_S = 20.0
 _EVENTS = "events.out.tfevents."
+# Event files of a process are read in the order of their names, and two may begin within a second.
 _NUMBERS = itertools.count()
-"""Event files of a process are read in the order of their names, and two may begin within a second."""
 
 
 class TensorBoardView:

@@ -71,17 +71,17 @@ if TYPE_CHECKING:
     """Asks the service for a step's diagnostics: its number, the version of its batch, the learner's result."""
 
 _RETURNS = "steps/returns_total"
+# Families that count the monitor's events, by symptom.
 _OF_STATE = {State.WATCH: "monitor/watches_total/", State.ALARM: "monitor/alarms_total/"}
-"""Families that count the monitor's events, by symptom."""
 _PART = "reward/component/"
 MOST_PARTS = 128
 """Parts of the reward that have a metric in one run, from its start or resume. Each is a column, a curve and a value of the endpoint until
 the end, whatever names a reward function makes up."""
 _DIFFERENCE = CATALOGUE["sync/probe_max_abs_difference"]
 _KEPT_SLOWEST = 10
+# From a step's end until its numbers are made, which takes driver and service as long as the way of the next batch to the learner: that
+# goes first.
 _LATER_S = 0.1
-"""From a step's end until its numbers are made, which takes driver and service as long as the way of the next batch to the learner: that
-goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,16 +490,16 @@ class ProbeWatch:
     def __init__(self, limits: ProbeLimits) -> None:
         self._limits = limits
         self._differences: list[float] = []
+        # Engines that were probed: their first weights had been compared by checksums.
         self._verified: set[str] = set()
-        """Engines that were probed: their first weights had been compared by checksums."""
+        # Largest difference and median at such weights, of the engines that differ most; None: none was probed yet.
         self._equal: tuple[float, float] | None = None
-        """Largest difference and median at such weights, of the engines that differ most; None: none was probed yet."""
+        # Engines that were beyond the limits when they were last probed.
         self._beyond: set[str] = set()
-        """Engines that were beyond the limits when they were last probed."""
+        # Newest version with a warning.
         self._reported = -1
-        """Newest version with a warning."""
+        # Version -> further engines beyond the limits, with their largest difference.
         self._more: dict[int, list[tuple[float, str]]] = {}
-        """Version -> further engines beyond the limits, with their largest difference."""
 
     def forget(self) -> None:
         """Start anew, after a return to a checkpoint: the present versions are withdrawn."""

@@ -64,21 +64,21 @@ KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
 SLOWEST_FILE = "slowest.json"
 CHECKPOINT_FORMAT = 5
 """Stands in a checkpoint's manifest; another one is refused."""
+# Errors of reading a damaged YAML file. A scalar or a list makes no dict; PyYAML raises several for a tag that doesn't fit.
 _NO_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""Errors of reading a damaged YAML file. A scalar or a list makes no dict; PyYAML raises several for a tag that doesn't fit."""
 FOLDERS = ("tensorboard", "trajectories", "checkpoints")
 WANDB_ID = "wandb_id"
+# What a run writes before its first evaluation, step or checkpoint.
 _BEFORE_NUMBERS = {*FOLDERS, "model", "recipe.yaml", "config.yaml", "events.log", "ledger.jsonl", "wandb", WANDB_ID}
-"""What a run writes before its first evaluation, step or checkpoint."""
+# A file that was being written, see write_file.
 _PARTIAL = re.compile(r"\.\d+\.")
-"""A file that was being written, see write_file."""
+# How long an owner waits for the folder's lock: whoever only looks whether the folder is in use holds it for an instant.
 _GLANCE_S = 0.3
-"""How long an owner waits for the folder's lock: whoever only looks whether the folder is in use holds it for an instant."""
+# Refusals that a later attempt would meet again: rights, kinds of files, a file system without locks. A full disk may have room then.
 _STAYS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""Refusals that a later attempt would meet again: rights, kinds of files, a file system without locks. A full disk may have room then."""
 _CHECKPOINT = re.compile(r"step_(\d{6,})$")
+# Suffix of a whole checkpoint in whose place the same step's next one is about to come.
 _REPLACED = ".replaced.partial"
-"""Suffix of a whole checkpoint in whose place the same step's next one is about to come."""
 
 
 _LEVELS: dict[str, EventLevel] = {level: level for level in get_args(EventLevel)}
@@ -100,8 +100,8 @@ class EventKind(StrEnum):
     """The run goes on from a checkpoint: what events before say of its end is over."""
 
 
+# Stands before a notice, which a line has as JSON, in the place of a text.
 _WAIT = "[waiting] "
-"""Stands before a notice, which a line has as JSON, in the place of a text."""
 _KIND = re.compile(rf"\[({'|'.join(kind for kind in EventKind if kind)})\] ")
 
 

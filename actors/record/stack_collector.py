@@ -22,12 +22,12 @@ from evenkeel.actors.record.stack_summary import FOLDER, collections
 from evenkeel.correction.errors import EvenkeelError
 from evenkeel.rollout.stacks import own_job, stacks_of
 
+# Number of collections kept, the newest ones.
 _KEPT = 20
-"""Number of collections kept, the newest ones."""
+# Pause after a collection until the next one for a wait of the same kind, seconds; it doubles each time. And its largest value.
 _APART_S, _LONGEST_APART_S = 120.0, 3600.0
-"""Pause after a collection until the next one for a wait of the same kind, seconds; it doubles each time. And its largest value."""
+# Least seconds between any two collections: waits that are half over at the same time most likely have the same cause.
 _LEAST_APART_S = 15.0
-"""Least seconds between any two collections: waits that are half over at the same time most likely have the same cause."""
 _NODE_S = 20.0
 
 
@@ -39,8 +39,8 @@ class StackCollector:
         self._folder, self._notify = folder, notify
         self._number = max((int(path.stem) for path in collections(folder.path)), default=0)
         self._last_s = -_LEAST_APART_S
+        # Kind of wait (what is said of it, without numbers) -> when it may have the next collection, and how many it has had.
         self._next: dict[str, tuple[float, int]] = {}
-        """Kind of wait (what is said of it, without numbers) -> when it may have the next collection, and how many it has had."""
         self._collecting: asyncio.Task[None] | None = None
 
     def half_over(self, wait: LongWait) -> None:

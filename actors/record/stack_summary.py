@@ -7,10 +7,10 @@ from pathlib import Path
 
 FOLDER = "stacks"
 _FRAME = re.compile(r'File "(.*?)", line (\d+) in (.+)')
+# A function of the thread in which an actor runs its coroutines, or its methods.
 _SERVES = " in run_forever", " in actor_method_executor"
-"""A function of the thread in which an actor runs its coroutines, or its methods."""
+# Innermost functions that are named.
 _FRAMES = 4
-"""Innermost functions that are named."""
 
 
 def collections(run_dir: Path) -> list[Path]:

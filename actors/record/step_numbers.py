@@ -33,8 +33,8 @@ FAILED_TRAJECTORIES = {
     FailureKind.REWARD_TIMEOUT: ("reward/timeouts_total", "trajectories whose reward took too long"),
 }
 """Counter and words, in the plural, for each kind."""
+# Versions of the last bucket of staleness/tokens/, which is of older tokens, too.
 _OLDEST = 8
-"""Versions of the last bucket of staleness/tokens/, which is of older tokens, too."""
 
 
 def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, float]:

@@ -37,12 +37,12 @@ from evenkeel.learner.results import SkipReason
 _EVENT_STYLE: dict[EventLevel, str] = {"info": "cyan", "watch": "yellow", "warning": "yellow", "alarm": "bold red", "error": "bold red"}
 _SPARKS, _SPARKS_WIDTH = "▁▂▃▄▅▆▇█", 14
 _REWARD, _MISMATCH, _REJECTED, _WARNING = "reward/mean", "mismatch/k3", "rejection/rejected_share", "monitor/level"
+# Metrics in the left column of the panel.
 _LEFT = (_REWARD, "reward/accuracy", "learner/entropy", "mismatch_and_staleness/k3", _REJECTED, _WARNING)
-"""Metrics in the left column of the panel."""
 _LABEL_WIDTH = max(len(CATALOGUE[name].label) for name in _LEFT)
 _RECENT_STEPS = 20
+# More workers than that are shown as a range.
 _WORKERS_BY_NAME = 4
-"""More workers than that are shown as a range."""
 _NO_UPDATE = {SkipReason.NOT_FINITE: "loss or gradient not finite", SkipReason.NO_GRADIENT: "no gradient"}
 _TOKENS, _WAIT_SHARE, _VERSION = (CATALOGUE[f"worker/{quantity}/"] for quantity in ("tokens", "wait_share", "weight_version"))
 
@@ -128,8 +128,8 @@ class _State:
         self.total_steps = total_steps
         self.header, self.folder = header, folder
         self.usual: ReferenceLevel | None = None
+        # Of the last step with tokens of staleness 0, and that step: many have none.
         self._mismatch: tuple[int, float] | None = None
-        """Of the last step with tokens of staleness 0, and that step: many have none."""
         self.phase = ""
         self.phase_since = time.monotonic()
         self.metrics: dict[str, float] = {}
@@ -269,6 +269,7 @@ class _State:
         return Text(self.phase + (f" ({duration(elapsed)})" if elapsed >= 2 else ""), style="cyan")
 
 
+# Metrics that a line says of a step.
 _STEP_LINE = (
     _REWARD,
     "reward/accuracy",
@@ -284,7 +285,6 @@ _STEP_LINE = (
     "mismatch_and_staleness/k3",
     _REJECTED,
 )
-"""Metrics that a line says of a step."""
 
 
 def step_line(metrics: Mapping[str, float], total_steps: int) -> str:

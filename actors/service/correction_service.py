@@ -85,16 +85,16 @@ class CorrectionService(HeartbeatActor):
             self._monitor.load_state_dict(monitor_state)
         self._clock, self._observing = LoopClock(), asyncio.Lock()
         self._waiting_to_observe = 0
+        # Of the batch in preparation, as are the next two.
         self._version = -1
-        """Of the batch in preparation, as are the next two."""
+        # By group id.
         self._groups: dict[int, _Pulled] = {}
-        """By group id."""
+        # By number of the call.
         self._answers: dict[int, asyncio.Task[Any]] = {}
-        """By number of the call."""
+        # By version: the batch ahead, the one that the learner has, and the one before, which is diagnosed while it has that.
         self._undiagnosed: dict[int, _Undiagnosed] = {}
-        """By version: the batch ahead, the one that the learner has, and the one before, which is diagnosed while it has that."""
+        # By version, of batches whose KL to the start model is reported: its logprobs, which are no part of the batch that is trained.
         self._references: dict[int, Tensor] = {}
-        """By version, of batches whose KL to the start model is reported: its logprobs, which are no part of the batch that is trained."""
         self._scatter = ScatterReservoir()
 
     # -- preparation -------------------------------------------------------------------------------------------------

@@ -22,19 +22,19 @@ from evenkeel.rollout.engine_settings.engine_config import EngineConfig, EngineD
 
 ANSWER_S = 60.0
 """Seconds in which a part answers a short call, in addition to the wait that the call asks for."""
+# Tokens a second of the slowest learner over those of one answer at deadlines.tokens_per_s: it reads many sequences at once.
 _LEARNER_PACE = 1000
-"""Tokens a second of the slowest learner over those of one answer at deadlines.tokens_per_s: it reads many sequences at once."""
+# Bytes of a checkpoint over those of the model: weights, float32 master weights and two moments of Adam, and the Hugging Face folder.
 _CHECKPOINT_COPIES = 8
-"""Bytes of a checkpoint over those of the model: weights, float32 master weights and two moments of Adam, and the Hugging Face folder."""
+# Seconds for new weights on their way to a node in addition to those for their bytes: network or object store may be busy with others.
 _LEAST_TRAVEL_S = 60.0
-"""Seconds for new weights on their way to a node in addition to those for their bytes: network or object store may be busy with others."""
 
+# Seconds by which a collective's timeout exceeds the deadline of the driver's call that contains it: the call should time out first.
 _BEYOND_S = 60.0
-"""Seconds by which a collective's timeout exceeds the deadline of the driver's call that contains it: the call should time out first."""
+# Seconds by which the driver waits longer than its callee's own deadline, so that the callee's error arrives.
 _ANSWERS_LATER_S = 30.0
-"""Seconds by which the driver waits longer than its callee's own deadline, so that the callee's error arrives."""
+# Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, or its experts in a hundred layers.
 _TOKEN_BYTES = 4096
-"""Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, or its experts in a hundred layers."""
 REPLACEMENT_PAUSE_S = 60.0
 """Longest pause before the service is replaced, or an engine of a pool that loses many while it works."""
 KEEP_S = 600.0

@@ -10,8 +10,8 @@ from evenkeel.actors.config import RunConfig
 from evenkeel.correction.errors import ConfigError, counted
 from evenkeel.engines.machine import gpus_without_torch
 
+# By which shares may exceed a GPU: those written as 0.7 and 0.3 fill one, whatever their sum is in floating point.
 _ROUNDING = 1e-9
-"""By which shares may exceed a GPU: those written as 0.7 and 0.3 fill one, whatever their sum is in floating point."""
 
 SETS_NVLS = ("enable_nccl_nvls", "enable_symm_mem")
 """Arguments of SGLang that make it set NCCL_NVLS_ENABLE itself, whatever its value was."""

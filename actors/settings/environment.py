@@ -6,8 +6,8 @@ from evenkeel.actors.config import RunConfig
 from evenkeel.correction.settings.schedule import needs_topk
 from evenkeel.engines.machine import KEPT_KERNELS
 
+# For actors that compute on the CPU of a machine with GPUs: Ray 2.60 hides no GPU from an actor that asks for none.
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""For actors that compute on the CPU of a machine with GPUs: Ray 2.60 hides no GPU from an actor that asks for none."""
 
 OF_BATCHES = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 """For processes that send packed batches: the tensors are stored in the object store as they are, and read in place. Without it torch
@@ -27,20 +27,20 @@ _OF_RANKS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # packed batches have another length each: fixed segments would not fit the next one
 }
 
+# SGLang sets these in its processes; ranks and engines of one communicator have to agree on them.
 _IN_ONE_GROUP = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""SGLang sets these in its processes; ranks and engines of one communicator have to agree on them."""
 
+# A collective that is late or fails ends its communicator, not the process: an engine that dies would take the others along.
+#
+# By default it ends the process in three ways: the watchdog throws; the default group's monitor sees the watchdog's signal, writes a trace,
+# waits for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC (480 s) and ends the process; and so do those of all ranks, which see the signal in the store
+# of the default group. The variables are of a process: training's own groups lose traces after a timeout, and the end of a process whose
+# watchdog hangs. In its place a step has deadlines.step_s, and a rank that gives no sign deadlines.part_heartbeat_s.
 _SURVIVES_A_GROUP = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""A collective that is late or fails ends its communicator, not the process: an engine that dies would take the others along.
-
-By default it ends the process in three ways: the watchdog throws; the default group's monitor sees the watchdog's signal, writes a trace,
-waits for TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC (480 s) and ends the process; and so do those of all ranks, which see the signal in the store of
-the default group. The variables are of a process: training's own groups lose traces after a timeout, and the end of a process whose
-watchdog hangs. In its place a step has deadlines.step_s, and a rank that gives no sign deadlines.part_heartbeat_s."""
 
 
 def learner_environment(config: RunConfig) -> dict[str, str]:

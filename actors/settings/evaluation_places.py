@@ -4,8 +4,8 @@ from __future__ import annotations
 
 EVALUATION_SHARE = 4
 """One in so many of a worker's slots may go to evaluations while training is fed."""
+# Answers of an evaluation that one call to a worker asks for at most.
 _ANSWERS = 32
-"""Answers of an evaluation that one call to a worker asks for at most."""
 
 
 def evaluation_answers_at_once(slots: int, samples_per_group: int) -> int:

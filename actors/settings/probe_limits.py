@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from evenkeel.actors.config import RunConfig
 
+# Nats, see usual_difference. Measured on a CPU, where an engine in bfloat16 rounds after each operator: SmolLM2-135M-Instruct (30 layers)
+# has medians of 0.033 to 0.063, the nano model (3 layers) 0.002 to 0.007. On GPUs, by public comparisons of SGLang or vLLM with Megatron:
+# means of 0.008 (Qwen3-8B, 36 layers) to 0.03 nats (DeepSeek-V3, 61 layers). float16 has three bits more, and so an eighth.
 _OF_A_LAYER = {"float32": 2e-6, "bfloat16": 0.01, "float16": 0.00125}
-"""Nats, see usual_difference. Measured on a CPU, where an engine in bfloat16 rounds after each operator: SmolLM2-135M-Instruct (30 layers)
-has medians of 0.033 to 0.063, the nano model (3 layers) 0.002 to 0.007. On GPUs, by public comparisons of SGLang or vLLM with Megatron:
-means of 0.008 (Qwen3-8B, 36 layers) to 0.03 nats (DeepSeek-V3, 61 layers). float16 has three bits more, and so an eighth."""
+# Limit as a multiple of what is usual. In float32 a missing update moves logprobs by a thousand times as much as rounding.
 _FACTOR = {"float32": 30.0, "bfloat16": 3.0, "float16": 3.0}
-"""Limit as a multiple of what is usual. In float32 a missing update moves logprobs by a thousand times as much as rounding."""
+# Limit as a multiple of what this model's engines differ by, once that is known. It gets sharper by this factor at most.
 _AFTER = 3.0
-"""Limit as a multiple of what this model's engines differ by, once that is known. It gets sharper by this factor at most."""
+# The largest difference of a prompt's tokens as a multiple of the median: 4 to 14 in the same measurements.
 _TAIL = 10.0
-"""The largest difference of a prompt's tokens as a multiple of the median: 4 to 14 in the same measurements."""
+# The largest difference where engines have float8 projections.
 _FLOAT8 = 2.0
-"""The largest difference where engines have float8 projections."""
 UNKNOWN_LAYERS = 32
 """Depth that is taken before the model is known."""
 

@@ -56,8 +56,8 @@ class BroadcastGroup:
         """
         self._learner, self._sync_s, self._generation, self._ranks, self._wanted = learner, sync_s, generation, ranks, wanted
         self._bucket_s = sync_s if bucket_s is None else bucket_s
+        # Engines that were asked to join the present group.
         self._asked: list[Member] = []
-        """Engines that were asked to join the present group."""
         self._is_whole, self._built = False, 0
         self._building: asyncio.Task[None] | None = None
         self.in_use = asyncio.Lock()

@@ -53,8 +53,8 @@ log = logging.getLogger("evenkeel.sync")
 _LATE = 3  # attempts in a row, without anybody who has a version, after which its copy in the object store counts as lost
 _FINAL = (EngineError, ActorLost)  # of an engine that is gone, or its worker; what derives from them (dirty, not reached now) may pass
 _PROBED = 16
+# Number of an engine's probes in a row that weren't answered before the next version, after which there is a warning.
 _UNPROBED = 10
-"""Number of an engine's probes in a row that weren't answered before the next version, after which there is a warning."""
 _SHOWN = 3  # engines whose trouble a message shows where several are missing
 _ENDS = 150  # characters of either end of a long error
 
@@ -130,8 +130,8 @@ class WeightSync:
         self._plan = ExportPlan(config.bucket_bytes, float8=engine.has_float8)
         self._probe_ids = list(probe_ids) if len(probe_ids) > 1 else []  # the first token has no logprob
         self._targets: dict[str, SyncTarget] = {}
+        # Names of the engines whose turn it is to be probed at the newest version.
         self._to_probe: set[str] = set()
-        """Names of the engines whose turn it is to be probed at the newest version."""
         self._versions = PublishedVersions(learner, self._plan, sync_s, callbacks.loss)
         self._throttle, self._generation = CallThrottle(), generation
         self._broadcast: BroadcastGroup | None = None
@@ -395,12 +395,12 @@ def _brief(error: str) -> str:
 
 SYNC_FAILURES = (SyncError, EngineError, DeadlineExceeded, ray.exceptions.RayError)
 _LONGEST_PAUSE_S = 30.0
+# Number of latest publications whose median distance is the usual one.
 _USUAL_OF = 9
-"""Number of latest publications whose median distance is the usual one."""
+# Usual distances between two publications after which the next one counts as overdue.
 _STANDS_AFTER = 2.0
-"""Usual distances between two publications after which the next one counts as overdue."""
+# Seconds after which an engine that waits for the next version looks again whether another one works.
 _LOOK_S = 1.0
-"""Seconds after which an engine that waits for the next version looks again whether another one works."""
 
 
 def pause_s(failures: int) -> float:
@@ -438,8 +438,8 @@ class PublishedVersions:
         self._learner, self._plan, self._sync_s, self._on_loss = learner, plan, sync_s, on_loss
         self.newest: Publication | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        # Event-loop times (s) of the latest publications.
         self._published_at: deque[float] = deque(maxlen=_USUAL_OF + 1)
-        """Event-loop times (s) of the latest publications."""
 
     @property
     def version(self) -> int:
