@@ -38,13 +38,13 @@ from evenkeel.rollout.trajectory import Trajectory
 
 LONGEST_PROMPT = 200
 """Tokens: more than three blocks of the batch-invariant attention."""
+# Megatron's norm in a layer -> operator.
 _NORMS = {
     INPUT_NORM: "norm",
     ATTENTION_NORM_AFTER: "attention_norm",
     FEED_FORWARD_NORM: "mlp_norm",
     FEED_FORWARD_NORM_AFTER: "feed_forward_norm",
 }
-"""Megatron's norm in a layer -> operator."""
 
 
 @dataclass(frozen=True)

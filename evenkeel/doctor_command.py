@@ -238,8 +238,8 @@ def _nodes(config: RunConfig, facts: PaperFacts) -> list[NodeFacts]:
 
 
 _QUESTION = "What is 17 + 25?"
+# A task's settings of prompts, where there is no task.
 _BARE = FileTask(path=Path("none"))
-"""A task's settings of prompts, where there is no task."""
 
 
 def model_page(target: Path, task: str, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -313,8 +313,8 @@ def _default_text(field: FieldInfo, has_keys: bool) -> str:
     return str(default.value) if isinstance(default, enum.Enum) else str(default)
 
 
+# Columns under which a table of three columns would be a column of single words.
 _NARROW = 80
-"""Columns under which a table of three columns would be a column of single words."""
 SYMBOLS = (
     "mu: the policy that sampled the token (the engine); pi_prox: the learner's, with the weights from which the update starts; pi_theta: "
     "the learner's while it is updated. rho = pi_prox / mu, r = pi_theta / pi_prox, q = pi_theta / mu. A: the advantage. s: a sequence's "

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _ENDED_BY_ALARM = 3
+# The command line, ended as by SIGTERM (a run: with a checkpoint) if this process dies, as a notebook's kernel does at a restart.
 _CHILD = """
 import signal, sys
 from evenkeel.rollout.parent_death import signal_at_parents_death
@@ -40,7 +41,6 @@ sys.argv[0] = "evenkeel"
 from evenkeel.cli import main
 main()
 """
-"""The command line, ended as by SIGTERM (a run: with a checkpoint) if this process dies, as a notebook's kernel does at a restart."""
 
 
 class RunFailed(EvenkeelError):

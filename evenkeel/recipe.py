@@ -207,8 +207,8 @@ def _forget_other_variant(tree: DictConfig, key: str, tag: Any) -> None:
 # What went wrong, in words.
 
 
+# Kinds of pydantic's problems that say no more than the type with its bounds, which is printed anyway.
 _SAID_BY_THE_TYPE = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error", "enum"})
-"""Kinds of pydantic's problems that say no more than the type with its bounds, which is printed anyway."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,12 @@ from evenkeel.recipe import COMMAND_LINE, Recipe, as_recipe, read_recipe
 from evenkeel.rollout.config import FileTask, FunctionReward, HuggingFaceTask
 
 _MOVABLE_TASK_SETTINGS = ("rollout.task.path", "rollout.task.held_out_path")
+# Settings by which groups are sampled and scored, or prefixes of such settings.
 _OF_SAMPLES = ("rollout.", "learner.routing_replay", "true_on_policy")
-"""Settings by which groups are sampled and scored, or prefixes of such settings."""
+# Those of them that say how an engine works, not what it is asked. If one has changed, groups are sampled again without --discard-queue.
 _OF_ENGINES = ("rollout.engine.",)
-"""Those of them that say how an engine works, not what it is asked. If one has changed, groups are sampled again without
---discard-queue."""
+# Those of them that change neither an answer nor its score. The reward's limits (time, memory, files) do: beyond one, an answer has no
+# score.
 _NOT_OF_SAMPLES = (
     *("rollout.workers", "rollout.min_workers", "rollout.max_workers"),
     *("rollout.gpus_per_worker", "rollout.slots", "rollout.reward.processes"),
@@ -46,10 +47,8 @@ _NOT_OF_SAMPLES = (
     *_MOVABLE_TASK_SETTINGS,
     "rollout.reward.folder",
 )
-"""Those of them that change neither an answer nor its score. The reward's limits (time, memory, files) do: beyond one, an answer has no
-score."""
+# Derived settings that change what is trained: a resume on another machine has to be told that it is meant.
 _NEVER_BY_ITSELF = ("learner.dtype", "learner.learning_rate")
-"""Derived settings that change what is trained: a resume on another machine has to be told that it is meant."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,12 +41,12 @@ from evenkeel.rollout.stacks import stacks_of
 
 T = TypeVar("T")
 _COMMAND = (sys.executable, "-P", "-m", "evenkeel.cli", "train")
+# For each look into the run folder.
 _LOOK_S = 10.0
-"""For each look into the run folder."""
+# Pause before the first retry, doubled before each further one, and the longest pause.
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""Pause before the first retry, doubled before each further one, and the longest pause."""
+# Exit codes after which there is no retry: done, ended by an alarm, ended by one of the signals that ask for it.
 _FINAL = (0, 3, *(code for number in signals.SIGNALS for code in (-number, signals.exit_code(number))))
-"""Exit codes after which there is no retry: done, ended by an alarm, ended by one of the signals that ask for it."""
 
 
 def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *, retries: int, discard_queue: bool = False) -> int:

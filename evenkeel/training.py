@@ -42,12 +42,12 @@ from evenkeel.rollout.stacks import register_stack_dump
 from evenkeel.rollout.tasks.tasks import Task
 
 T = TypeVar("T")
+# Longest time for the report and the end of the process, if something that the run has left hangs or uploads slowly.
 _LEFT_S = 600.0
-"""Longest time for the report and the end of the process, if something that the run has left hangs or uploads slowly."""
+# After a signal.
 _LEFT_INTERRUPTED_S = 60.0
-"""After a signal."""
+# Longest wait for the facts of all nodes of a cluster: their first processes may read packages from a cold disk.
 _NODES_S = 60.0
-"""Longest wait for the facts of all nodes of a cluster: their first processes may read packages from a cold disk."""
 _LISTED_S = 2.0
 _AFTER_ALL = "after all was saved"
 

@@ -38,8 +38,8 @@ from evenkeel.rollout.engine_settings.engine_capabilities import has_plugin
 from evenkeel.rollout.module_path import taken_names
 
 _ROOT = Path("/sys/fs/cgroup")
+# Files of control groups, version 1 and 2.
 _LIMITS = ("memory/memory.limit_in_bytes", "memory.max")
-"""Files of control groups, version 1 and 2."""
 
 
 def memory_bytes() -> int:
@@ -169,10 +169,10 @@ _PACKAGES = (
 )
 _OWN = ("actors", "correction", "engines", "learner", "rollout")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Longest time for all nodes together, from the first request on: a person waits for it.
 _ANSWER_S = 15.0
-"""Longest time for all nodes together, from the first request on: a person waits for it."""
+# How long, and how often, other processes are waited for.
 _LEAVE_S, _AGAIN_S = 30.0, 2.0
-"""How long, and how often, other processes are waited for."""
 _REMOVAL_S = 2.0
 _NO_LISTENER = "no listener could be started there in time"
 _SIGN = ".seen_by_all_nodes"

@@ -23,8 +23,8 @@ from evenkeel.plan.memory import RESERVE, engine_memory, least_at_start, pass_to
 from evenkeel.plan.shape import ModelShape
 
 Rule = Callable[[ModelShape, RunConfig, int], Iterator[Complaint]]
+# Share of the memory that an engine is estimated to need outside its cache.
 _SURELY_TOO_LITTLE = 0.5
-"""Share of the memory that an engine is estimated to need outside its cache."""
 
 
 def rank_fits_its_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int, *, gpus_per_node: int) -> Iterator[Complaint]:

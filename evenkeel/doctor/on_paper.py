@@ -43,18 +43,18 @@ class Architecture(NamedTuple):
 
 RUNNER = "moe_runner_backend"
 PRODUCTS = "fp8_gemm_runner_backend"
+# SGLang's runners of experts that leave their weights as files have them; auto does so on all GPUs but Blackwell. Engines on GPUs get
+# triton where a recipe says nothing (rollout/engine_settings/engine_config.py).
 _KEPT_BY = ("auto", "triton")
-"""SGLang's runners of experts that leave their weights as files have them; auto does so on all GPUs but Blackwell. Engines on GPUs get
-triton where a recipe says nothing (rollout/engine_settings/engine_config.py)."""
+# Products of float8 whose scales are powers of two on Blackwell (fp8_utils.py, requant_block_scale_ue8m0_for_deepgemm); ours is triton.
 _ROUNDED_ANEW_BY = ("auto", "deep_gemm")
-"""Products of float8 whose scales are powers of two on Blackwell (fp8_utils.py, requant_block_scale_ue8m0_for_deepgemm); ours is triton."""
+# An architecture where deep_gemm's are so, too: DEEPGEMM_SCALE_UE8M0 covers sm_120 and sm_121, and of these sm_120 is left out when it
+# comes to weights (model_loader/utils.py, should_deepgemm_weight_requant_ue8m0). auto is CUTLASS's on both, which leaves them alone.
 _GB10 = Architecture(12, 1)
-"""An architecture where deep_gemm's are so, too: DEEPGEMM_SCALE_UE8M0 covers sm_120 and sm_121, and of these sm_120 is left out when it
-comes to weights (model_loader/utils.py, should_deepgemm_weight_requant_ue8m0). auto is CUTLASS's on both, which leaves them alone."""
+# Major number of its architectures for data centres: sm_100, sm_103 (arg_groups/model_overrides/qwen3_moe.py).
 _BLACKWELL = 10
-"""Major number of its architectures for data centres: sm_100, sm_103 (arg_groups/model_overrides/qwen3_moe.py)."""
+# Lowest architectures that either side's kernels in half precision are made for (Ampere), and with products of float8.
 _HALF, _FLOAT8 = Architecture(8, 0), Architecture(8, 9)
-"""Lowest architectures that either side's kernels in half precision are made for (Ampere), and with products of float8."""
 
 
 def experts_stay_as_sent(shape: ModelShape, config: RunConfig) -> Iterator[Complaint]:

@@ -77,15 +77,15 @@ class Gpus:
         return f"{nodes}{self.per_node} x {self.name} ({self.memory / 2**30:.0f} GiB)"
 
 
+# Settings in which layouts differ.
 _VARIED = (
     *("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "expert_parallel", "data_parallel"),
     *("distributed_optimizer", "recompute_activations"),
 )
-"""Settings in which layouts differ."""
 GPUS_PER_NODE = 8
 """Where nothing is known of the nodes."""
+# A tensor-parallel group stays inside a node.
 _LARGEST_TENSOR_PARALLEL = 8
-"""A tensor-parallel group stays inside a node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -391,19 +391,19 @@ def _passes(config: LearnerConfig, stage: int) -> float:
 
 
 _MIB = 1 << 20
+# GPUs below so many GiB: tokens of a chunk of prefill, requests of the largest graph, and those with _MANY_RANKS.
 _GRAPHS = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512), (10**6, 16384, 512, 512))
-"""GPUs below so many GiB: tokens of a chunk of prefill, requests of the largest graph, and those with _MANY_RANKS."""
 _MANY_RANKS = 4
+# Requests; above it SGLang leaves half as much again for groups of ranks.
 _LARGE_GRAPH = 300
-"""Requests; above it SGLang leaves half as much again for groups of ranks."""
+# Graphs of prefill: up to so many tokens, one every so many.
 _PREFILL_STEPS = ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256))
-"""Graphs of prefill: up to so many tokens, one every so many."""
+# Tokens, above these.
 _LAST_PREFILL_STEP = 512
-"""Tokens, above these."""
+# Of a chunk for which room is left, at least; and without chunks (chunked_prefill_size: -1), if max_prefill_tokens doesn't say.
 _FEWEST_TOKENS, _UNCHUNKED = 2048, 16_384
-"""Of a chunk for which room is left, at least; and without chunks (chunked_prefill_size: -1), if max_prefill_tokens doesn't say."""
+# Of an entry of the cache, by engine_args.kv_cache_dtype. Others (auto, and those in blocks of four bits) count as the weights' type.
 _CACHE_BYTES = {"fp8_e4m3": 1, "fp8_e5m2": 1, "bf16": 2, "bfloat16": 2}
-"""Of an entry of the cache, by engine_args.kv_cache_dtype. Others (auto, and those in blocks of four bits) count as the weights' type."""
 
 
 @dataclass(frozen=True, slots=True)

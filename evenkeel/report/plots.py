@@ -88,8 +88,8 @@ class StepColumns:
         self.workers: dict[str, WorkerTotals] = {}
         """By name, in the order in which they came."""
         self._steps = array("q")
+        # Places in `_steps`, and values.
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        """Places in `_steps`, and values."""
         for metrics in steps:
             self._add(metrics)
 
@@ -138,15 +138,15 @@ def those_of(names: Iterable[str]) -> Callable[[str], bool]:
 
 _LEAST_DISTANCE = 1e-8  # nats; smaller ones, 0 among them, are drawn there on a logarithmic axis
 _INK, _GRID = "#010203", "#040506"  # stand-ins for the page's own colours, which are put in afterwards
+# Where a legend hides no curve.
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "fontsize": 9, "handlelength": 1.2, "borderaxespad": 0.1}
-"""Where a legend hides no curve."""
+# Most characters of a legend in one row.
 _LEGEND_CHARACTERS = 70
-"""Most characters of a legend in one row."""
+# Lines at events of the monitor.
 _MARKS: dict[State, Any] = {
     State.WATCH: {"color": COLOURS[1], "linestyle": ":", "linewidth": 1.2},
     State.ALARM: {"color": COLOURS[4], "linestyle": "--", "linewidth": 1.2},
 }
-"""Lines at events of the monitor."""
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
     "font.size": 10,

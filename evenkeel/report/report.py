@@ -28,6 +28,7 @@ _MOST_EVENTS = 200
 _MOST_CLIPPED = 50
 _MOST_SAMPLE_CHARACTERS = 20_000
 _MEDIAN, _MEAN, _LARGEST, _LAST = (", median", statistics.median), (", mean", statistics.fmean), (", largest", max), ("", itemgetter(-1))
+# Rows of the summary: the metric; and what is shown of its values in all steps, with words for that which follow the metric's label.
 _SUMMARY: tuple[tuple[str, tuple[str, Callable[[Sequence[float]], float]]], ...] = (
     ("reward/mean", (", last step", itemgetter(-1))),
     ("reward/accuracy", (", last step", itemgetter(-1))),
@@ -52,7 +53,6 @@ _SUMMARY: tuple[tuple[str, tuple[str, Callable[[Sequence[float]], float]]], ...]
     ("steps/skipped_total", _LAST),
     ("steps/overflowed_total", _LAST),
 )
-"""Rows of the summary: the metric; and what is shown of its values in all steps, with words for that which follow the metric's label."""
 _OF_ANSWERS = ("held_out/reward", "held_out/truncated_share")
 _ELAPSED = "time/elapsed_s"
 

@@ -48,13 +48,13 @@ def _is_reported(folder: RunFolder) -> bool:
     return folder.report_path.stat().st_mtime >= max(numbers, default=0.0)
 
 
+# Positions whose bits are kept together.
 _CHUNK = 1 << 16
-"""Positions whose bits are kept together."""
+# Lines between two looks at the clock.
 _LOOK = 10_000
-"""Lines between two looks at the clock."""
 _MOST_DIGITS = 18
+# Numbers of a step with which the ledger's are compared.
 _TOTALS = {"trained": "groups/trained_total", "discarded": "groups/discarded_total"}
-"""Numbers of a step with which the ledger's are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,9 @@ def _totals_before(folder: RunFolder, step: float) -> dict[str, int]:
 RECENT_STEPS = 20
 """Medians are over this many last steps."""
 LAST_EVENTS = 8
+# Shares of a step above which a change of the recipe is proposed. An elastic pool acts at half of each (pool/scaling.py): it can take its
+# step back.
 _LEARNER_WAITS, _ENGINES_WAIT = 0.3, 0.5
-"""Shares of a step above which a change of the recipe is proposed. An elastic pool acts at half of each (pool/scaling.py): it can take its
-step back."""
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
