@@ -11,8 +11,8 @@ import psutil
 import ray
 
 _CALLS = 300
+# Pause between two calls. Without it calls would share the wake-ups of Ray's threads, which calls of a run don't.
 _PAUSE_S = 0.01
-"""Pause between two calls. Without it calls would share the wake-ups of Ray's threads, which calls of a run don't."""
 
 
 class _Idle:

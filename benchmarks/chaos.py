@@ -40,10 +40,10 @@ from evenkeel.actors.processes.children import adopted_orphans, end_new
 from evenkeel.correction.errors import EvenkeelError
 
 _POLL_S = 0.2
+# Share of the time that is to be useful.
 _GOAL = 0.9
-"""Share of the time that is to be useful."""
+# Scored by processes of its own, which can die.
 _REWARD = ("rollout.reward.kind=function", "rollout.reward.path=benchmarks.word_reward:share_of_words", "rollout.reward.processes=1")
-"""Scored by processes of its own, which can die."""
 
 
 @dataclass

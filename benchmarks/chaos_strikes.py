@@ -17,6 +17,7 @@ from benchmarks.watched_run import processes_of
 from evenkeel.actors.processes.children import command_of
 
 KILLED, STOPPED, LATE = "killed", "stopped", "called late"
+# Role -> how often it is drawn, and the faults that may be drawn. Only actors can be called late.
 _DEEDS = {
     "rollout worker": (4, (KILLED, KILLED, KILLED, STOPPED, LATE)),
     "scheduler": (4, (KILLED, KILLED, STOPPED)),
@@ -25,16 +26,15 @@ _DEEDS = {
     "learner rank": (2, (KILLED, KILLED, KILLED, STOPPED, LATE)),
     "driver": (1, (KILLED, KILLED, KILLED, STOPPED)),
 }
-"""Role -> how often it is drawn, and the faults that may be drawn. Only actors can be called late."""
 _IN_UPDATES = ("rollout worker", "scheduler", "learner rank", "driver")
+# Share of kills of these roles that are made inside a weight update.
 _UPDATE_SHARE = 0.3
-"""Share of kills of these roles that are made inside a weight update."""
 _STOPPED_S, _LATE_S = (1.0, 30.0), (0.3, 8.0)
 _HELD_S = (0.2, 1.5)
 _EXPORT = "ray::LearnerRankActor.export"
 _LOOK_S, _LOOKING_S = 0.003, 0.15
+# Longest wait for a fault whose process is just being started, or whose weight update hasn't come yet.
 _PATIENCE_S = 60.0
-"""Longest wait for a fault whose process is just being started, or whose weight update hasn't come yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ class Strikes:
         self._next_s: float | None = None
         self._undo: list[tuple[float, Callable[[], None]]] = []
         self._late: list[LateCalls] = []
+        # For its process, or for a weight update, and until when.
         self._waits: tuple[Blow, float] | None = None
-        """For its process, or for a weight update, and until when."""
+        # In the next one: the learner's ranks, and the engines.
         self._taking_part: tuple[list[psutil.Process], list[psutil.Process]] = [], []
-        """In the next one: the learner's ranks, and the engines."""
         self._held: tuple[Blow, float, psutil.Process] | None = None
         self._furthest = 0
         self.told: list[Strike] = []

@@ -52,8 +52,8 @@ from evenkeel.correction.errors import ConfigError
 from evenkeel.plan.hosts import ANSWER, CORRECTED
 from lab.simulate.costs import AnswerLengths
 
+# CPU seconds for a million tokens, and MB for a million tokens in flight.
 _GOALS = {"driver": (0.03, 30), "service": (0.15, 120), "rank": (0.1, None)}
-"""CPU seconds for a million tokens, and MB for a million tokens in flight."""
 
 
 async def run(shape: ReplayedShape, *, profile: str) -> tuple[Figures, dict[str, tuple[float, int]]]:

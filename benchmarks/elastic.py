@@ -45,8 +45,8 @@ RUN = [
     *("evaluation.problems=8", "evaluation.every_steps=0", "checkpoint.every_steps=0"),
 ]
 _POLL_S = 0.05
+# Less than the time after which a worker without a heartbeat is lost.
 _STOPPED_S = 2.0
-"""Less than the time after which a worker without a heartbeat is lost."""
 _LIST_NODES = """
 import json, sys, time
 import ray
@@ -57,6 +57,7 @@ while True:
     print(json.dumps(there), flush=True)
     time.sleep(0.2)
 """
+# What of events.log belongs on the timeline.
 _TOLD = {
     "decision": r"the pool goes to (\d+) rollout workers?",
     "engine up": r"rollout (\d+) is up",
@@ -66,7 +67,6 @@ _TOLD = {
     "lost": r"rollout worker (\d+) is gone",
     "sampled again": r"all groups of rollout worker (\d+) are under way again",
 }
-"""What of events.log belongs on the timeline."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,8 @@ def started(nodes: int, folder: Path, words: list[str], timeline: Timeline, **va
             run.close()
 
 
+# After the pool has grown, until it has decided whether it is to stay so.
 _SETTLED_S = 5.0
-"""After the pool has grown, until it has decided whether it is to stay so."""
 
 
 def grown(run: ElasticRun, nodes: int) -> list[str]:

@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
+# Of wait4: threads, too.
 _WALL = 0x40000000
-"""Of wait4: threads, too."""
 _NAME = "server.poll"
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -14,8 +14,8 @@ from types import FrameType
 
 _LATE_S = 0.05
 _EVERY_S = 0.01
+# Of a stack: the innermost.
 _FRAMES = 4
-"""Of a stack: the innermost."""
 _SHOWN = 6
 _TICK_S = 0.001
 
@@ -28,8 +28,8 @@ class LateLoop:
         self._thread, self._loop = threading.get_ident(), asyncio.get_running_loop()
         self._beat, self._used = time.monotonic(), time.thread_time()
         self._stacks: Counter[str] = Counter()
+        # Seconds of each full garbage collection.
         self._collected: list[float] = []
-        """Seconds of each full garbage collection."""
         self._began = 0.0
         self._cpu_s, self._waited_s = 0.0, 0.0
         self._is_over = threading.Event()

@@ -22,8 +22,8 @@ from ray.actor import ActorHandle
 
 _EVERY_S = 0.1
 _IDLE_S = 5.0
+# Functions of a profile.
 _SHOWN = 25
-"""Functions of a profile."""
 _SHOWN_THREADS = 6
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -32,8 +32,8 @@ class ProcessUse:
     """Processor seconds of a process since `begin`, and by how much its anonymous memory has grown since it was met."""
 
     def __init__(self, pid: int) -> None:
+        # Processor seconds of the measuring itself.
         self._process, self.unmeant_s = psutil.Process(pid), 0.0
-        """Processor seconds of the measuring itself."""
         self._first = self.peak = self._anonymous()
         self.begin()
 

@@ -37,20 +37,20 @@ from benchmarks.watched_run import ROLES, WatchedRun
 from evenkeel.actors.processes.children import adopted_orphans, command_of, descendants, end_new
 
 _MIB = 1 << 20
+# Name of an idle process of Ray's pool.
 _IDLE = "IDLE"
-"""Name of an idle process of Ray's pool."""
+# Roles of processes that have to be there all the time.
 _LAST = ("rollout worker", "scheduler", "correction service", "learner rank", "driver")
-"""Roles of processes that have to be there all the time."""
+# Seconds of a window. The heap is given back some six times in it; often, not always, a look sees one of them before the heap has grown
+# again.
 _WINDOW_S = 180.0
-"""Seconds of a window. The heap is given back some six times in it; often, not always, a look sees one of them before the heap has grown
-again."""
+# Share of the looks at which a process has to be there.
 _MOST = 0.8
-"""Share of the looks at which a process has to be there."""
+# Open files or threads an hour.
 _COUNT_BOUND = 6.0
-"""Open files or threads an hour."""
 _ERRORS = 2.0
+# MiB an hour: a line with a standard error up to this one can be judged.
 _PRECISE = 20.0
-"""MiB an hour: a line with a standard error up to this one can be judged."""
 _START_S, _END_S = 600.0, 120.0
 
 
@@ -148,8 +148,8 @@ class ProcessWatch:
 
     def __init__(self) -> None:
         self.looks: dict[psutil.Process, list[Look]] = defaultdict(list)
+        # Of all looks, seconds; on a busy machine they are fewer than were meant.
         self._moments: list[float] = []
-        """Of all looks, seconds; on a busy machine they are fewer than were meant."""
         self._names: dict[psutil.Process, str] = {}
 
     def look(self, at_s: float) -> None:

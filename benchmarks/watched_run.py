@@ -23,8 +23,8 @@ ROLES = {
     "driver": "evenkeel.cli",
 }
 """Role -> text in the command line of its processes."""
+# Ray's agents take a minute to notice that their daemon is gone.
 _LEFT_S = 90.0
-"""Ray's agents take a minute to notice that their daemon is gone."""
 _POLL_S = 0.2
 
 

@@ -24,13 +24,13 @@ import psutil
 from lab.ports import free_port
 
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+# What that provider calls its head.
 _HEAD_TYPE = "ray.head.default"
-"""What that provider calls its head."""
+# What a rollout worker asks for.
 _RESOURCE = "rollout"
-"""What a rollout worker asks for."""
 _HEAD_CPUS = 8
+# After which a node without work is removed.
 _IDLE_S = 6.0
-"""After which a node without work is removed."""
 _START_S = 90.0
 
 

@@ -51,8 +51,8 @@ from lab.background_loop import BackgroundLoop
 from lab.weight_buckets import weight_buckets
 
 RECIPE = Path(__file__).with_name("kept_engines.yaml")
+# Prompts tried for each place in a batch before groups whose rewards are all alike are taken.
 _DRAWS = 4
-"""Prompts tried for each place in a batch before groups whose rewards are all alike are taken."""
 
 
 def recipe(model: Path, *overrides: str, path: Path = RECIPE) -> RunConfig:

@@ -16,8 +16,8 @@ SMOOTHING = 5
 """Steps of the centred mean of the outcome."""
 COLLAPSED_SHARE = 0.5
 """Share of the best outcome so far; a run below it counts as lost."""
+# Series by the names that the files have, and by those of the diagnostics.
 _SHARES = {f"{name}_fraction": f"{name}_share" for name in ("loss/clip", "rejected", "bad_update")}
-"""Series by the names that the files have, and by those of the diagnostics."""
 LASTING = 10
 """Steps, up to the end of the record, that a run must have stayed lost."""
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from evenkeel.correction.errors import ConfigError
 
+# The 99th percentile of a standard normal.
 _Z99 = 2.3263478740408408
-"""The 99th percentile of a standard normal."""
 _CHUNK = 1 << 14
 
 

@@ -15,13 +15,13 @@ from evenkeel.correction.errors import ConfigError
 from lab.simulate.costs import AnswerLengths, DecodeSpeed, RunCosts, RunShape
 from lab.simulate.run import simulate
 
+# Metrics that a step must have to be measured from. A step whose answers were all cut and left out trained nothing and lacks some.
 _NEEDED = {"time/train_s", "wait/rollout_share", "throughput/rollout_tokens_per_s", "length/trained_tokens"}
-"""Metrics that a step must have to be measured from. A step whose answers were all cut and left out trained nothing and lacks some."""
 _FEWEST_STEPS = 5
+# Training on a token costs a forward pass, and a backward pass that is twice that; reading it, on like hardware, is one.
 _TRAINING_PASSES = 3
-"""Training on a token costs a forward pass, and a backward pass that is twice that; reading it, on like hardware, is one."""
+# Most rounds of the fit, and the relative error at which it ends.
 _ROUNDS, _CLOSE = 6, 0.002
-"""Most rounds of the fit, and the relative error at which it ends."""
 
 
 @dataclass(frozen=True, slots=True)

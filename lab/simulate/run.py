@@ -19,8 +19,8 @@ from lab.simulate.costs import AnswerLengths, RunCosts, RunShape
 FULL_ENGINES, UNDER_WAY, HANDOVER, PUBLISH = "full engines", "answers under way", "hand-over", "publish"
 """What a learner waits for. FULL_ENGINES: requests wait for a place in an engine. UNDER_WAY: all requests have a place, and no further
 prompt may start. HANDOVER: a batch is on its way to the learner. PUBLISH: the learner publishes its weights."""
+# Tokens.
 _ROUNDING = 1e-6
-"""Tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class _Queue:
     def __init__(self, shape: RunShape) -> None:
         self._shape = shape
         self._admitted = self.trained = 0
+        # Groups that are in no batch yet, by the version at their admission.
         self._undrawn: Counter[int] = Counter()
-        """Groups that are in no batch yet, by the version at their admission."""
         self._finished: list[tuple[int, _Group]] = []
 
     def admit(self, version: int) -> list[_Group]:
@@ -181,15 +181,15 @@ class _Engine:
         self.waiting: deque[_Group] = deque()
         """A group for each of its answers that has no place yet."""
         self.occupied_s = self.working_s = 0.0
+        # A heap: progress at the end, a number that decides between equals, progress at the start, group.
         self._running: list[tuple[float, int, float, _Group]] = []
-        """A heap: progress at the end, a number that decides between equals, progress at the start, group."""
         self._is_paused = False
         self._progress = self._to_read_s = self._at = 0.0
         self._starts = itertools.count()
+        # Versions that it has held, the last ones, and the progress from which each held.
         self._versions: list[tuple[int, float]] = [(0, 0.0)]
-        """Versions that it has held, the last ones, and the progress from which each held."""
+        # Number of the event that counts: the last one set.
         self._alarm = 0
-        """Number of the event that counts: the last one set."""
 
     def take(self, groups: list[_Group]) -> None:
         self.pass_time()
@@ -287,15 +287,15 @@ class _Run:
         step_s = [costs.decode.step_s(max(1, running)) for running in range(most + 1)]
         self._engines = [_Engine(self, step_s) for _ in range(shape.workers)]
         self._queue = _Queue(shape)
+        # Admitted groups that no engine has taken.
         self._work: deque[_Group] = deque()
-        """Admitted groups that no engine has taken."""
         self._version = 0
+        # What is drawn of the batch of version `_preparing`.
         self._batch: list[_Group] = []
-        """What is drawn of the batch of version `_preparing`."""
         self._preparing = 0
         self._training: list[_Group] = []
+        # When the learner asked for a batch that isn't complete yet; None: it doesn't wait.
         self._waits_since: float | None = 0.0
-        """When the learner asked for a batch that isn't complete yet; None: it doesn't wait."""
         self._is_syncing = False
         self._steps = 0
         self._train_s = self._step_ended = 0.0
