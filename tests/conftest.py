@@ -23,6 +23,7 @@ from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 ROOT = Path(__file__).parents[1]
 PROMETHEUS = ROOT / ".tools" / "prometheus"
 
+# Files whose tests own engines, or call SGLang: of several processes only one imports SGLang, and starts the shared engine.
 _ENGINES = (
     "tests/evenkeel/plan/test_engine_memory.py",
     "tests/actors/settings/test_nccl.py",
@@ -43,8 +44,8 @@ _ENGINES = (
     "tests/rollout/test_seeded_sampler.py",
     "tests/rollout/test_weight_group.py",
 )
-"""Files whose tests own engines, or call SGLang: of several processes only one imports SGLang, and starts the shared engine."""
 
+# Files whose tests share processes for the learner's ranks.
 _RANKS = (
     "tests/evenkeel/plan/test_plan_ranks.py",
     "tests/evenkeel/plan/test_plan_step_ranks.py",
@@ -58,22 +59,22 @@ _RANKS = (
     "tests/learner/test_learner_ranks.py",
     "tests/learner/test_learner_ranks_export.py",
 )
-"""Files whose tests share processes for the learner's ranks."""
 
+# Folder whose tests share a Ray cluster.
 _NODES = "tests/actors/on_two_nodes"
-"""Folder whose tests share a Ray cluster."""
 
+# Files that read the same syntax trees.
 _TREES = ("tests/test_imports.py", "tests/test_layers.py")
-"""Files that read the same syntax trees."""
 
+# Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them, and is the last to end.
 _RUNS = (
     "tests/e2e/test_several_workers.py",
     "tests/e2e/test_asynchronous_run.py",
     "tests/e2e",
     "nodes",
 )
-"""Whole runs, which wait as much as they compute, the longest first: one of the processes begins with them, and is the last to end."""
 
+# What else takes seconds, what computes most last. What is short lies between, and they end together.
 _COMPUTING = (
     "tests/failures",
     "tests/evenkeel/plan",
@@ -87,8 +88,9 @@ _COMPUTING = (
     "ranks",
     "engines",
 )
-"""What else takes seconds, what computes most last. What is short lies between, and they end together."""
 
+# What waits most of its time, and needs hardly a core: the others begin with it, beside the whole runs, which start a dozen processes at a
+# time and can use the rest.
 _WAITING = (
     "tests/actors/checkpoints/test_checkpoint_disk.py",
     "tests/actors/cluster/test_head_watch.py",
@@ -118,8 +120,6 @@ _WAITING = (
     "tests/rollout/test_stacks.py",
     "tests/rollout/test_weight_transfer.py",
 )
-"""What waits most of its time, and needs hardly a core: the others begin with it, beside the whole runs, which start a dozen processes at
-a time and can use the rest."""
 
 
 def group_of(node_id: str) -> str:

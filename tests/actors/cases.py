@@ -161,13 +161,13 @@ class FakeActor:
         return _FakeMethod(getattr(self.instance, name), name)
 
 
+# Of an actor that doesn't have it: its process is there at once, on a node without an id, is never told to end, and aborts at once.
 _USUAL = {
     "__ray_ready__": SimpleNamespace(remote=lambda: asyncio.sleep(0, True)),
     "node_id": SimpleNamespace(remote=lambda: asyncio.sleep(0, "")),
     "end_notice": SimpleNamespace(remote=lambda: asyncio.get_running_loop().create_future()),
     "abort": SimpleNamespace(remote=lambda group_id: asyncio.sleep(0)),
 }
-"""Of an actor that doesn't have it: its process is there at once, on a node without an id, is never told to end, and aborts at once."""
 
 
 class _FakeMethod:

@@ -22,8 +22,9 @@ import psutil
 from tests.e2e.launch import ROOT
 
 SSHD = ROOT / ".tools" / "sshd"
+# An empty folder that sshd wants when root starts it.
 _PRIVILEGE_SEPARATION = Path("/run/sshd")
-"""An empty folder that sshd wants when root starts it."""
+# In shell, for the key: ssh itself would look for ~ in this machine's list of users.
 _HOME_BY_VARIABLE = """last=
 for word; do
     shift
@@ -31,7 +32,6 @@ for word; do
     set -- "$@" "$word"
     last=$word
 done"""
-"""In shell, for the key: ssh itself would look for ~ in this machine's list of users."""
 
 
 @dataclass(frozen=True)

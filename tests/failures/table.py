@@ -60,8 +60,8 @@ TESTS = (
 """Those that measure."""
 
 
+# Of the page's table.
 _MARK = "failures"
-"""Of the page's table."""
 _HEAD = ["| fault | what follows | s until work goes on | done again | how it is caused |", "|---|---|---|---|---|"]
 
 

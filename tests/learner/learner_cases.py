@@ -180,8 +180,8 @@ def learner_on(folder: Path, **settings: Any) -> Iterator[LearnerRank]:
         learner._loaded = learner._reference = None
 
 
+# A pool of one process for each rank.
 _KEPT: list[Any] = []
-"""A pool of one process for each rank."""
 
 
 def run_ranks(work: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 500.0) -> list[Any]:

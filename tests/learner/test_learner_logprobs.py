@@ -113,8 +113,8 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._inputs = {tensor.untyped_storage()._cdata for tensor in inputs}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Of those; some may be gone.
         self._bytes = 0
-        """Of those; some may be gone."""
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

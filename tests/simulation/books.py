@@ -24,10 +24,10 @@ class Books:
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, dynamic_sampling: bool = False) -> None:
         self._dynamic_sampling = dynamic_sampling
+        # By position of a prompt that was sampled: what makes its answers not worth training; empty: nothing.
         self._worth: dict[int, str] = {}
-        """By position of a prompt that was sampled: what makes its answers not worth training; empty: nothing."""
+        # Positions of prompts that the run has said that it gives up.
         self._given_up: set[int] = set()
-        """Positions of prompts that the run has said that it gives up."""
         self._max_staleness, self._places = max_staleness, (max_staleness + 1) * groups_per_step
         self._groups_per_step = groups_per_step
         self.violation = ""
@@ -39,18 +39,18 @@ class Books:
         self.exports: Counter[object] = Counter()
         """By version, and for checksums ("hash", version), of the present driver."""
         self._learners = 0
+        # All that the learner has ever had.
         self._known: set[Weights] = set()
-        """All that the learner has ever had."""
+        # What the book's counts are made of, when they were looked at last.
         self._seen: tuple[int, ...] = ()
-        """What the book's counts are made of, when they were looked at last."""
         self.saved: dict[str, int] = {}
         """Checkpoints that the run has called complete, and keeps, by folder name: their steps."""
+        # By the step of a checkpoint: steps before it without a line of numbers, as a full disk had refused that.
         self._lines_lacking: dict[int, set[int]] = {0: set()}
-        """By the step of a checkpoint: steps before it without a line of numbers, as a full disk had refused that."""
+        # References to tokens that the service could not read, by its answers.
         self._unreadable: list[Any] = []
-        """References to tokens that the service could not read, by its answers."""
+        # How often the driver has noted that a group's tokens are lost: an answer that it left unread counts for nothing.
         self._losses: Callable[[int], int] = lambda _: 0
-        """How often the driver has noted that a group's tokens are lost: an answer that it left unread counts for nothing."""
 
     def heard(self, text: str) -> None:
         """The run says so."""

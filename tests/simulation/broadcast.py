@@ -7,8 +7,8 @@ from typing import Any
 
 from evenkeel.correction.errors import SyncError
 
+# Of one broadcast; a member that is gone shows by it.
 _TIMEOUT_S = 45.0
-"""Of one broadcast; a member that is gone shows by it."""
 
 
 class Meeting:

@@ -16,8 +16,8 @@ from contextvars import Context, copy_context
 from typing import Any
 from unittest import mock
 
+# By which time goes on at least: a wait for the rest of a wait, which rounding has made 0, has to end.
 _LEAST_S = 1e-9
-"""By which time goes on at least: a wait for the rest of a wait, which rounding has made 0, has to end."""
 
 
 class NothingLeftError(AssertionError):
@@ -63,8 +63,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._clock, self._after_step, self._steps_left = clock, after_step, most_steps
         self._due: deque[_Due] = deque()
+        # A heap, by their time and their number.
         self._timers: list[tuple[float, int, _Due]] = []
-        """A heap, by their time and their number."""
         self._timers_set = 0
 
     def time(self) -> float:

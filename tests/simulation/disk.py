@@ -15,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 _USUAL_S = 0.002
+# What the driver has done in threads that isn't for the disk, by name.
 _NO_FILES = {"wait", "_draining_nodes"}
-"""What the driver has done in threads that isn't for the disk, by name."""
 
 
 class Disk:

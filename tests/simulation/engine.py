@@ -25,13 +25,13 @@ from evenkeel.rollout.engine.engine import trajectory_of
 from evenkeel.rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, Trajectory, UnfinishedGroup
 from tests.simulation.processes import Process
 
+# An answer is sampled in so many parts, between which weights may change.
 _CHUNKS = 3
-"""An answer is sampled in so many parts, between which weights may change."""
+# Of one that another engine has begun.
 _CHUNKS_LEFT = 2
-"""Of one that another engine has begun."""
 _LONGEST = 1000
+# Of the model; each is a bucket of its own.
 _TENSORS = ("a", "b", "c")
-"""Of the model; each is a bucket of its own."""
 
 
 @dataclass(frozen=True, slots=True)

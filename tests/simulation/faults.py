@@ -23,15 +23,15 @@ DRIVER = "driver"
 _KINDS = {"worker": WORKER, "service": SERVICE, "learner": RANK, "driver": DRIVER}
 
 
+# In the order of the fields of Fate.
 _OF_CALLS = ("late_call", "late_reply", "lost_reply", "repeated_call", "lost_call", "stuck_call")
-"""In the order of the fields of Fate."""
+# What torch raises in a rank whose device or collective has failed, by a fault's target.
 _FAILURES: tuple[tuple[type[Exception], str], ...] = (
     (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"),
     (torch.AcceleratorError, "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"),
     (torch.distributed.DistBackendError, "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error"),
     (RuntimeError, "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:43117"),
 )
-"""What torch raises in a rank whose device or collective has failed, by a fault's target."""
 LEAVING = {"drain_node", "end_worker", "resize_pool"}
 """Workers leave in order, soon after one of them was given a group."""
 
@@ -62,14 +62,14 @@ class Faults:
         self._faults, self._disk, self._tell = list(faults), disk, tell
         self.played: list[Fault] = []
         self._cluster: SimulatedRay | None = None
+        # Wait for the next call of their method.
         self._calls: list[Fault] = []
-        """Wait for the next call of their method."""
+        # So late is the next answer with each group that was lost with a node.
         self._late_again = 0.0
-        """So late is the next answer with each group that was lost with a node."""
         self._late_groups: set[int] = set()
         self._held_up_until = self._judge_back_at = 0.0
+        # Wait for the learner's rank to come to their method.
         self._failing: list[Fault] = []
-        """Wait for the learner's rank to come to their method."""
         self.learner_slowness = 1.0
         self.rejected = 0
         """So many of the learner's next batches are rejected to the last token."""

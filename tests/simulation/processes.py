@@ -40,11 +40,11 @@ HERE: ContextVar[Process | None] = ContextVar("process", default=None)
 DRIVER: ContextVar[Process | None] = ContextVar("driver", default=None)
 """The driver's own, of a run in which it stands still for a while; None: its tasks are plain ones, which are faster."""
 
+# Calls in a thread of their own: they wait for none of the others.
 _OUT_OF_TURN = ("heartbeat", "begun", "hold", "release", "is_saved", "address", "serve_broadcast", "open_broadcast", "close_broadcast")
-"""Calls in a thread of their own: they wait for none of the others."""
 _ON_A_NODE = 2
+# More than so many tasks of a process are looked through for those that have ended.
 _TASKS = 32
-"""More than so many tasks of a process are looked through for those that have ended."""
 
 
 class Process:
@@ -61,8 +61,8 @@ class Process:
         """None while it starts."""
         self.is_dead = self.is_frozen = False
         self.thawed: asyncio.Future[None] | None = None
+        # In the order in which they were made; some have ended.
         self._tasks: list[asyncio.Task[Any]] = []
-        """In the order in which they were made; some have ended."""
         self._room = _TASKS
         self.pending: dict[Ref, None] = {}
         self.calls: deque[Callable[[], None]] = deque()
@@ -188,8 +188,8 @@ class SimulatedRay:
         self.draining: dict[str, int] | None = None
         """Nodes that Ray drains, and when they go, as Ray says it; None: nobody looks."""
         self._numbers: Counter[str] = Counter()
+        # By kind of their processes.
         self._newest: dict[str, Node] = {}
-        """By kind of their processes."""
 
     def delay(self, what: str, least_s: float, most_s: float) -> float:
         """Of the next event of that name, seconds: most are short, a few are not."""

@@ -14,8 +14,8 @@ from tests.simulation.schedule import FaultSchedule, schedule_of
 from tests.simulation.shrink import shrunk
 from tests.simulation.world import PlayedRun, play
 
+# Seeds that a process takes at a time.
 _CHUNK = 25
-"""Seeds that a process takes at a time."""
 LAST_EVENTS = 12
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.settings.resolve import with_devices
 
+# An undisturbed run's: faults begin while that would be under way, or an evaluation after it.
 _START_S, _STEP_S, _END_S = 10.0, 7.0, 5.0
-"""An undisturbed run's: faults begin while that would be under way, or an evaluation after it."""
 ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk"}
 """After one of these the run may end with an error, and is resumed. After any other it has to go on by itself."""
 
@@ -178,14 +178,14 @@ _FAULTS = {  # by kind: how often, how long
     "kill_service": (2, None),
     "reject_batches": (1, (1, 2)),
 }
+# In one run of so many all rewards fail for a while.
 _DEAD_JUDGES = 16
-"""In one run of so many all rewards fail for a while."""
+# In one run of so many, from seed _FIRST_UNHEARD on, no worker hears that the run goes back, and nothing else befalls it.
 _RETURNS_UNHEARD = 16
-"""In one run of so many, from seed _FIRST_UNHEARD on, no worker hears that the run goes back, and nothing else befalls it."""
 _FIRST_UNHEARD = 10
+# In one run of so many, from seed _FIRST_FAILED on, the learner's rank raises what torch says of a failed device or collective, too, if
+# there are other faults.
 _FAILED_RANKS = 16
-"""In one run of so many, from seed _FIRST_FAILED on, the learner's rank raises what torch says of a failed device or collective, too, if
-there are other faults."""
 _FIRST_FAILED = 14
 _LATE = (
     "generate_group",

@@ -40,8 +40,8 @@ from tests.simulation.schedule import ENDS_A_RUN, TAKES_BACK, FaultSchedule
 FINISH_S = 3000.0
 """Virtual seconds after the last fault within which a run has to be through."""
 _RESTART_S = 5.0
+# So often a run may end with an error after the last fault: what was under way may still fail by its deadline.
 _RESUMES_UNDISTURBED = 2
-"""So often a run may end with an error after the last fault: what was under way may still fail by its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class World:
         )
         self._clock = Clock()
         self.disk = Disk(self._clock.time)
+        # Weight updates that workers were asked for, by worker.
         self._updates = Counter[str]()
-        """Weight updates that workers were asked for, by worker."""
         self.trace: list[str] = []
         self.faults = Faults(schedule.faults, self.disk, lambda text: self.tells("fault", text))
         self._drivers = self._rejected = 0
