@@ -34,7 +34,7 @@ class DiscardReason(StrEnum):
     INVALID = "fewer than two valid trajectories"
     """Decided when the group is sampled, like the next one (actors/groups/book.py)."""
     UNIFORM = "rewards all alike"
-    """With dynamic sampling."""
+    """Reason of dynamic sampling alone."""
     FAILED = "no usable answer"
     """Found by the rollout pool, like the next one."""
     LOST = "lost with several engines"
@@ -196,7 +196,7 @@ class Observation:
     """Diagnostics of a trained batch, and what the monitor makes of them."""
 
     diagnostics: dict[str, float]
-    """By their names in correction.diagnostics.quantities."""
+    """Numbers by their names in correction.diagnostics.quantities."""
     events: tuple[Event, ...]
     """Changes of a symptom's state, worst first."""
     state: State
@@ -204,7 +204,7 @@ class Observation:
     seconds: float
     """Time that all this took, seconds."""
     clipped: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """By "positive" and "negative" advantage: (token id, how often) of the tokens that the objective clipped most often in this batch."""
+    """Tokens that the objective clipped most often in this batch, as (token id, how often), by "positive" and "negative" advantage."""
     late_s: float = 0.0
     """Seconds by which the service's event loop was late, 99th percentile since the last observation."""
     monitor: dict[str, Any] = field(default_factory=dict)
@@ -267,7 +267,7 @@ class WeightChecksums:
     by_name: Any
     """Reference to a dict: Hugging Face name -> checksum."""
     digest: str
-    """Of all of them (engines.weights.digest_of)."""
+    """Digest of all of them (engines.weights.digest_of)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +343,7 @@ class ActorInfo:
     host: str = ""
     """Address of its node, for people."""
     layers: str = ""
-    """Of a learner rank: which layers its part of the model is made of (learner/model/layers.py)."""
+    """Layers that a learner rank's part of the model is made of (learner/model/layers.py)."""
 
     @property
     def key(self) -> str:
@@ -357,7 +357,7 @@ class WaitNotice:
     what: str
     """Phase, both sides and version, as the wait has named them ("weight sync v12 -> worker 3")."""
     seconds: int
-    """Since the wait began."""
+    """Seconds since the wait began."""
     detail: str = ""
     """What exactly is missing; empty: not known."""
 

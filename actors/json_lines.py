@@ -175,7 +175,7 @@ def append_whole(path: Path, content: bytes) -> None:
 
 
 def _append(path: Path, pieces: Iterable[bytes]) -> None:
-    """As append_whole, of one piece after another."""
+    """The work of append_whole, one piece after another."""
     with path.open("ab", buffering=0) as file:
         began = file.tell()
         try:

@@ -135,7 +135,7 @@ class CheckpointWriter:
         self._failures, self._saved_step = 0, self._begun
 
     async def save_with_retries(self, step: int, save: Callable[[], Awaitable[None]]) -> None:
-        """At the run's end: have a checkpoint of this step on disk. Raises: as `begin`."""
+        """Have a checkpoint of this step on disk, at the run's end. Raises: as `begin`."""
         await self.finished()
         while self.saved_step < step:
             await save()
@@ -150,7 +150,7 @@ class CheckpointWriter:
             abandon(self._writing)
 
     async def off_disk(self) -> None:
-        """After `abandon`: wait until no thread writes or removes a checkpoint any more, however long the disk takes."""
+        """Wait, after `abandon`, until no thread writes or removes a checkpoint any more, however long the disk takes."""
         while under_way := {task for task in (self._writing, self._on_disk) if task is not None and not task.done()}:
             await asyncio.wait(under_way)
 

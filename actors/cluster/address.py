@@ -1,4 +1,4 @@
-"""Where a run's Ray is to be, checked before anything of Ray is started."""
+"""The address of a run's Ray, checked before anything of Ray is started."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Cluster:
 
     @property
     def log_folder(self) -> Path:
-        """Where the output of every actor of this node is."""
+        """Folder of the output of every actor of this node."""
         node = ray._private.worker._global_node
         return Path(node.get_logs_dir_path()) if node is not None else Path("/tmp/ray/session_latest/logs")
 
@@ -366,7 +366,7 @@ def protect_token() -> None:
 
 
 def _token_file() -> Path:
-    """Where Ray keeps the token if RAY_AUTH_TOKEN_PATH doesn't say otherwise."""
+    """File in which Ray keeps the token if RAY_AUTH_TOKEN_PATH doesn't say otherwise."""
     return Path(os.path.expanduser("~")) / ".ray" / "auth_token"
 
 

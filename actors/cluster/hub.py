@@ -192,7 +192,7 @@ def _in_words(name: HubName) -> Iterator[None]:
 
 
 def _words_for(error: Exception, name: HubName) -> tuple[type[DataError], str, str] | None:
-    """Of what huggingface_hub raised: our error, why a model isn't given, and the remedy; None: it is something else, and to be raised."""
+    """Our error for what huggingface_hub raised, why a model isn't given, and the remedy; None: it is something else, and to be raised."""
     import httpx
     from huggingface_hub import constants, errors
 

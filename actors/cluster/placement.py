@@ -1,4 +1,4 @@
-"""Where the learner's ranks are put: together, before anything else may take their GPUs, and in the order of nodes and GPUs.
+"""Places of the learner's ranks: together, before anything else may take their GPUs, and in the order of nodes and GPUs.
 
 Ray places each actor by itself unless a placement group holds its resources. A bundle of the group lies on one node; the ranks of a
 tensor-parallel group, which talk in every layer, share one. Ray packs bundles into the emptiest nodes, whatever else these offer, and a
@@ -247,7 +247,7 @@ async def _is_ready(group: PlacementGroup, *, within_s: float = math.inf) -> boo
 
 
 def _kept_away(run: RunConfig, bundles: int, of: Literal["free", "there"], held: Mapping[str, int]) -> list[tuple[str, ...]] | None:
-    """As `kept_away`, of what is free on the nodes now, or of all that is there.
+    """Nodes as of `kept_away`, by what is free on them now, or by all that is there.
 
     Args: held: by node, bundles of the group that is to be removed. They count as free.
     """
@@ -262,7 +262,7 @@ def _kept_away(run: RunConfig, bundles: int, of: Literal["free", "there"], held:
 
 
 def kept_away(nodes: Mapping[str, tuple[int, int]], bundles: int) -> list[tuple[str, ...]] | None:
-    """For each bundle the nodes where it should not be, so that all of them are on nodes with the fewest rollout workers.
+    """Nodes where each bundle should not be, so that all bundles are on nodes with the fewest rollout workers.
 
     A node that comes later is open to all of them: also when one of these is lost.
     Args: nodes: by id, how many of the bundles it has room for, and how many rollout workers it takes.
@@ -293,7 +293,7 @@ def _not_on(nodes: Sequence[str]) -> dict[str, str]:
 
 
 async def _first_gpus(config: LearnerConfig, group: PlacementGroup) -> dict[int, int]:
-    """By bundle, the place on its node of the first GPU that Ray has given it."""
+    """The place on its node of the first GPU that Ray has given a bundle, by bundle."""
     look = ray.remote(_given_places)
     asked = [
         look.options(

@@ -20,7 +20,7 @@ class AlarmAction:
     """What to do now."""
 
     text: str
-    """For the run's events: what, and because of what."""
+    """Line for the run's events: what is done, and because of what."""
     replacement: Replacement | None = None
     """Go on with this; None: end with a checkpoint."""
 

@@ -67,7 +67,7 @@ class BatchSource:
         self.monitor: Mapping[str, Any] | None = point.state.monitor if point.state else None
         """State of the early warning after the last batch that was diagnosed."""
         self.correction = config.correction
-        """Of the next batch that is begun."""
+        """Correction of the next batch that is begun."""
         self._unfinished = self.book.in_flight
         self._ahead: BatchAhead | None = None
         self._asked_at, self._gather_s = time.monotonic(), _SHORTEST_S
@@ -423,7 +423,7 @@ class BatchAhead:
 
     @property
     def _group_ids(self) -> list[int]:
-        """In the order of the batch, which doesn't depend on who was finished first."""
+        """Group ids in the order of the batch, which doesn't depend on who was finished first."""
         return sorted(self._groups)
 
     # -- service and learner -----------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Evaluations:
         return every > 0 and step % every == 0 and step < self._steps
 
     def begin_if_due(self, step: int, version: int) -> None:
-        """After a step: start the evaluation during training, unless one is running; it ends whenever it ends."""
+        """Start the evaluation that is due after a step, unless one is running; it ends whenever it ends."""
         if not self.is_due(step):
             return
         if self._during_training is not None and not self._during_training.done():

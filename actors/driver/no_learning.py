@@ -70,12 +70,12 @@ class Sample:
 
     @property
     def goes_on(self) -> bool:
-        """There is text after an expected answer."""
+        """Whether there is text after an expected answer."""
         return any(self.text[end:].strip(" \n.!") for end in self._places)
 
     @property
     def _places(self) -> list[int]:
-        """Where in the text each expected answer ends that stands there."""
+        """Places in the text at which expected answers end."""
         patterns = (rf"(?<!\w){re.escape(one.strip())}(?!\w)" for one in accepted(self.expected) if one.strip())
         return [place.end() for pattern in patterns if (place := re.search(pattern, self.text, re.IGNORECASE))]
 
@@ -92,15 +92,15 @@ def _end(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Of one group."""
+    """Counts of one group."""
 
     answers: int
     unscored: int
-    """By the reward's fault."""
+    """Answers without a score by the reward's fault."""
     cut: int
     lowest: float
     highest: float
-    """Of its rewards; infinite, the other way round, if there is none."""
+    """Highest of its rewards; minus infinity if there is none."""
     has_gradient: bool | None
     """None: too few answers could be scored."""
 
@@ -127,7 +127,7 @@ class Window:
     unscored_share: float
     cut_share: float
     no_gradient_share: float
-    """Of the groups that could be scored; 0 without one."""
+    """Share of the groups that could be scored; 0 without one."""
     lowest: float
     highest: float
     correct_at: float
@@ -152,12 +152,12 @@ class Cause:
 
     name: str
     holds: Callable[[Window], bool]
-    """By the counts."""
+    """Whether the counts show it."""
     sentence: str
     """Filled with the window's fields and the settings'."""
     remedy: str
     shows: Callable[[Sequence[Sample]], bool] = lambda _: True
-    """By the samples, where counts don't tell it from the next ones."""
+    """Whether the samples show it, where counts don't tell it from the next ones."""
     exhibit: Callable[[Sample], bool] = lambda _: True
     """Which samples show it best."""
     steps: int = _STEPS
@@ -253,7 +253,7 @@ CAUSES = (
         answers=_PARTIAL_ANSWERS,
     ),
 )
-"""In the order in which they explain each other. A cause whose counts another has before it is told from that by the samples."""
+"""Causes in the order in which they explain each other. A cause whose counts another has before it is told from that by the samples."""
 
 
 def _met(window: Window) -> tuple[Cause, ...]:

@@ -132,7 +132,8 @@ def lost_answer(error: BaseException) -> str:
 async def while_they_answer(
     parts: Mapping[str, Any], call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, notify: Notify
 ) -> T:
-    """As `call_with_retries`; past the deadline the call is made again if all parts answer `__ray_ready__`, up to _ATTEMPTS times in all.
+    """The result, as of `call_with_retries`; past the deadline the call is made again if all parts answer `__ray_ready__`, up to _ATTEMPTS
+    times in all.
 
     Args:
         parts: actors by name.

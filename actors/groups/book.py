@@ -61,7 +61,7 @@ class Attempts:
     failed_at: str = ""
     """Worker that could not sample it last: another one takes it, if one has the published weights or will soon have them."""
     is_overdue: bool = False
-    """It has waited for another worker as long as new weights may take: only who is ready counts as one."""
+    """Whether it has waited for another worker as long as new weights may take: only who is ready counts as one."""
     lost_with: str = ""
     """Worker that was lost with it; empty: none, or another one has taken it since."""
 
@@ -78,12 +78,12 @@ class Entry:
     worker: str = ""
     """Who was handed it last; empty: nobody."""
     called_at: float | None = None
-    """When a worker was asked for it last, and next when one had answered, by the caller's clock (s); None: not yet."""
+    """Time at which a worker was last asked for it, by the caller's clock (s); None: not yet. The next one: at which one had answered."""
     finished_at: float | None = None
     group: StoredGroup | None = None
     """Finished: facts, and where its tokens lie."""
     version: int = -1
-    """Of the batch that it is drawn for; -1: none."""
+    """Version of the batch that it is drawn for; -1: none."""
     losses: int = 0
     """Times that its tokens could not be read after it was drawn."""
     attempts: Attempts = field(default_factory=Attempts)
@@ -377,7 +377,7 @@ class GroupBook:
         return discarded
 
     def finished_at(self, group_ids: Iterable[int]) -> list[float]:
-        """When groups under way were finished, seconds; those of a checkpoint have no time."""
+        """Times at which groups under way were finished, seconds; those of a checkpoint have none."""
         found = (self._entries[group_id].finished_at for group_id in group_ids)
         return [at for at in found if at is not None]
 
@@ -499,7 +499,7 @@ class GroupBook:
         )
 
     def _sorted(self) -> Iterator[Entry]:
-        """In the order of admission."""
+        """Groups in the order of admission."""
         return (self._entries[group_id] for group_id in sorted(self._entries))
 
 

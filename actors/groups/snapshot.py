@@ -18,7 +18,7 @@ class BookContents:
     admitted: int
     trained: int
     tickets: tuple[Ticket, ...]
-    """Of all groups under way, in the order of admission."""
+    """Tickets of all groups under way, in the order of admission."""
     finished: tuple[StoredGroup, ...]
     """The sampled groups among these."""
     discarded_by_reason: dict[DiscardReason, int]

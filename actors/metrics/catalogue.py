@@ -69,7 +69,7 @@ class Metric(Quantity):
     reduction: Reduction
     """How values of several ranks or workers are combined. Documentation only: whoever records the metric combines them."""
     part: str = "part"
-    """Of a family: what its open part names; the Prometheus label."""
+    """What the open part of a family names; the Prometheus label."""
 
     @property
     def is_family(self) -> bool:

@@ -86,7 +86,7 @@ class Evaluation:
     accuracy: Proportion
     """Over the questions of which an answer could be scored."""
     pass_at: dict[int, Proportion]
-    """By k: 2, 4, 8 ... and samples, each over the questions of which k answers could be scored."""
+    """Pass@k by k: 2, 4, 8 ... and samples, each over the questions of which k answers could be scored."""
     seconds: float
     answers: tuple[tuple[Trajectory, ...], ...]
     """All answers to each question."""
@@ -121,7 +121,7 @@ class Evaluation:
         return next((f"{t.prompt_id}: {t.error}" for t in self.trajectories if t.reward is None), "")
 
     def metrics(self) -> dict[str, float | None]:
-        """By name of the catalogue; the accuracy is None when nothing could be scored."""
+        """Numbers by name of the catalogue; the accuracy is None when nothing could be scored."""
         known, all_answers = self.accuracy.n > 0, self.trajectories
         count = max(1, len(all_answers))
         versions = [span.version for t in all_answers for span in t.version_spans]

@@ -22,7 +22,7 @@ DISCARD_COUNTERS = {
     DiscardReason.FAILED: "groups/failed_total",
     DiscardReason.LOST: "groups/failed_total",
 }
-"""By the reason for which a group was discarded."""
+"""Counters by the reason for which a group was discarded."""
 T = TypeVar("T")
 _JOINED_FAMILIES = [metric for metric in CATALOGUE.values() if metric.name.endswith("_")]
 
@@ -138,7 +138,8 @@ class StepMetrics(Mapping[str, float]):
         return metrics
 
     def record(self) -> dict[str, Any]:
-        """As it stands in a line of JSON, which has no word for values that aren't finite: these stand under "non_finite", as words."""
+        """The numbers as a line of JSON has them, which has no word for values that aren't finite: these stand under "non_finite", as
+        words."""
         non_finite = self.non_finite()
         return {**self.finite(), **({"non_finite": non_finite} if non_finite else {})}
 

@@ -95,7 +95,7 @@ class WorkerLosses:
         return max(pauses_s, key=lambda why: pauses_s[why])
 
     def _pauses_s(self, size: int, failed_starts: int, *, is_alone: bool) -> dict[str, float]:
-        """By what is counted."""
+        """Pauses in seconds, by what is counted."""
         window = f"{len(self._after_start)} losses of rollout workers within {WINDOW_S / 60:.0f} minutes"
         return {
             f"{counted(failed_starts, 'start')} in a row failed": doubled_pause_s(failed_starts - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S),

@@ -239,7 +239,7 @@ class RolloutPool:
         self._replenish()
 
     def learner_waits(self, version: int, wait: Phase) -> None:
-        """To be called when the learner begins to wait for a batch, once a step: a step is measured from one such wait to the next.
+        """Called when the learner begins to wait for a batch, once a step: a step is measured from one such wait to the next.
 
         Args:
             version: of the learner's weights, made by the step before. Workers that hold it sent their loads with its receipts.
@@ -775,8 +775,8 @@ class RolloutPool:
         return f"{counted(joined, 'worker')} joined, {current} of them with these weights, {len(self.workers) - joined} starting"
 
     def last_progress(self) -> float:
-        """When a group was last finished, or a worker joined or was lost; now if no worker can work, or rewards are waited for. Seconds of
-        the event loop's clock."""
+        """Time at which a group was last finished, or a worker joined or was lost; now if no worker can work, or rewards are waited for.
+        Seconds of the event loop's clock."""
         return self._now() if self._scoring.is_pausing else max(self._progressed, self.attended_since())
 
     def attended_since(self) -> float:

@@ -209,7 +209,7 @@ class RolloutWorker:
             self._under_way.difference_update(tasks)
 
     async def _answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
-        """Without a reward, if the engine could not answer it."""
+        """The answers, without a reward if the engine could not give them."""
         try:
             return await self._sampler.answer(prompt, how)
         except UNANSWERED as error:
@@ -251,7 +251,7 @@ class RolloutWorker:
 
     @contextlib.contextmanager
     def _holding_back(self) -> Iterator[None]:
-        """Within the block finished groups and answers are held back."""
+        """A block within which finished groups and answers are held back."""
         verified = asyncio.get_running_loop().create_future()
         self._verifying.add(verified)
         try:

@@ -228,8 +228,8 @@ async def end(workers: Sequence[WorkerHandle]) -> None:
 
 
 def first_to_leave(workers: Iterable[WorkerHandle]) -> list[WorkerHandle]:
-    """In the order in which a pool that shrinks does without them: those that wait for a node, those that start, then those whose node has
-    the fewest others, so that whole nodes become free; of these the ones with the least under way."""
+    """Workers in the order in which a pool that shrinks does without them: those that wait for a node, those that start, then those whose
+    node has the fewest others, so that whole nodes become free; of these the ones with the least under way."""
     staying = list(workers)
     on_node = Counter(worker.info.node for worker in staying if worker.info is not None)
 

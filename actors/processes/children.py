@@ -100,7 +100,7 @@ class HeartbeatListener:
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()
         self.environment = {**os.environ, _VARIABLE: str(self.writer)}
-        """Of the child, which also inherits `writer`."""
+        """Environment of the child, which also inherits `writer`."""
         self.limit_s, self.silent_s = math.inf, 0.0
         self.is_over = False
         """All who could beat have ended."""

@@ -49,7 +49,7 @@ def put(text: str, stream: TextIO | None) -> None:
 
 
 def prepare_streams() -> None:
-    """For a command: call `keep_exit_code`, and have standard output escape what it can't encode, as standard error does.
+    """Prepare a command's output: call `keep_exit_code`, and have standard output escape what it can't encode, as standard error does.
 
     UTF-8 can't encode half a surrogate pair: it stands for a byte of a file's name that isn't UTF-8, or comes from a text that was cut.
     """

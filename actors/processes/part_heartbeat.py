@@ -45,8 +45,8 @@ class SequentialHeartbeatActor:
 
 
 def sequential_actor(actor: type[SequentialHeartbeatActor]) -> Any:
-    """As ray.remote, but with calls out of order: in order, a heartbeat would wait for an earlier call whose arguments are still on their
-    way."""
+    """An actor as of ray.remote, but with calls out of order: in order, a heartbeat would wait for an earlier call whose arguments are
+    still on their way."""
     groups = {**CONCURRENCY_GROUPS, OUT_OF_TURN: 1}
     return ray.remote(concurrency_groups=groups, allow_out_of_order_execution=True)(actor)  # type: ignore[call-overload]
 

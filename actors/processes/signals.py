@@ -192,7 +192,7 @@ def rearm() -> None:
 
 @contextlib.contextmanager
 def received_by(receive: Callable[[int], object]) -> Iterator[None]:
-    """Within the block `receive` gets the signals, in a thread, and none ends this process; of those that count as one (SAME_S) the
+    """A block within which `receive` gets the signals, in a thread, and none ends this process; of those that count as one (SAME_S) the
     first."""
     with guarded():
         if (guard := _guard) is None:
@@ -207,7 +207,7 @@ def received_by(receive: Callable[[int], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handled_in(loop: asyncio.AbstractEventLoop, handle: Callable[[int], object]) -> Iterator[None]:
-    """As received_by, in an event loop."""
+    """The block of received_by, in an event loop."""
 
     def receive(number: int) -> None:
         with contextlib.suppress(RuntimeError):  # it has just been closed
@@ -234,7 +234,7 @@ class ShutdownSignals:
         """The signal that asked the run to end; None: there was none."""
         self.is_asked = asyncio.Event()
         self.is_hurried = asyncio.Event()
-        """By SIGTERM during training."""
+        """Set by SIGTERM during training."""
         self.is_at_once = False
         self.is_training = False
         """All parts are up, so that a checkpoint can be saved."""
@@ -243,7 +243,7 @@ class ShutdownSignals:
         """All that the run had to do is done and saved; its parts are being stopped."""
 
     def done(self, code: int) -> None:
-        """From now on a signal ends nothing but the end itself. Args: code: the run's exit code, which no signal changes any more."""
+        """Have a signal end nothing but the end itself from now on. Args: code: the run's exit code, which no signal changes any more."""
         self.is_done = True
         all_is_done(code)
 
@@ -290,7 +290,7 @@ class ShutdownSignals:
 
 
 def leave_terminal(number: int) -> None:
-    """After SIGHUP replace the terminal by /dev/null: it is gone, and each write to it would fail."""
+    """Replace the terminal by /dev/null, after SIGHUP: it is gone, and each write to it would fail."""
     if number != signal.SIGHUP:
         return
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -313,8 +313,8 @@ def is_ending() -> bool:
 
 
 def all_is_done(code: int | None) -> None:
-    """This process has done all that it was to do: from now on it ends with this exit code, even if a signal ends it. None: it hasn't,
-    after all."""
+    """Say that this process has done all that it was to do: from now on it ends with this exit code, even if a signal ends it. None: it
+    hasn't, after all."""
     if _guard is not None:
         _guard.done_code = code
 

@@ -35,7 +35,7 @@ class LongWait:
     """A wait so long that the stacks of all processes are wanted."""
 
     what: str
-    """As in a WaitNotice."""
+    """What is waited for, as in a WaitNotice."""
     has_deadline: bool = True
     """Half of its deadline has passed; False: it has none."""
 
@@ -113,7 +113,7 @@ async def wait_for(
 
 
 def no_room(error: BaseException) -> str:
-    """If this error means a full object store: a sentence with what its node needs. Empty for any other error."""
+    """A sentence with what a node needs whose object store this error calls full; empty for any other error."""
     for one in (getattr(error, "cause", None), error):
         if isinstance(one, _NO_ROOM):
             needs = "more memory in /dev/shm, or more free disk where Ray has its session (ray.temp_dir)"
@@ -131,7 +131,7 @@ def argument_gone(error: BaseException) -> str:
 
 
 def _half(what: str, deadline_s: float, usual_s: float) -> tuple[float, Callable[[], None] | None]:
-    """When half of a wait is over, in seconds, and what is called then."""
+    """Seconds after which half of a wait is over, and what is called then."""
     tell, has_deadline = HALF_OVER.get(), deadline_s < math.inf
     half_s = deadline_s / 2 if has_deadline else max(_ENDLESS_S, usual_s)
     if tell is None or deadline_s < _LONG_S or half_s == math.inf:
@@ -140,7 +140,8 @@ def _half(what: str, deadline_s: float, usual_s: float) -> tuple[float, Callable
 
 
 async def call_with_retries(call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, **named: Any) -> T:
-    """As wait_for, of a call that may run twice: asked again, with growing pauses, while its actor is alive but can't be reached.
+    """The result of a call that may run twice, as of wait_for: asked again, with growing pauses, while its actor is alive but can't be
+    reached.
 
     Args:
         call: makes the call; once for each attempt.
@@ -160,7 +161,7 @@ async def call_with_retries(call: Callable[[], Awaitable[T]], what: str, *, dead
 async def call_until_answered(
     call: Callable[[], Awaitable[T]], what: str, *, deadline_s: float, late: Callable[[str], None] = log.warning, **named: Any
 ) -> T:
-    """As `call_with_retries`, but past each deadline it says so and asks again instead of raising.
+    """The result, as of `call_with_retries`, but past each deadline it says so and asks again instead of raising.
 
     Args:
         call: may run twice.

@@ -203,8 +203,8 @@ class CollectiveCaller:
         self._refused = methods
 
     async def abort(self) -> None:
-        """If the call under way is of a refused method, have all ranks end it before the same micro-batch. Whether that came in time shows
-        in the result of the call itself."""
+        """Have all ranks end the call under way, if its method is a refused one, before the same micro-batch. Whether that came in time
+        shows in the result of the call itself."""
         if self._under_way not in self._refused:
             return
         number, before = self.calls, None

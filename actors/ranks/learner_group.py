@@ -104,7 +104,7 @@ class LearnerGroup:
 
     @property
     def rank_zero(self) -> Any:
-        """For calls that concern no other rank."""
+        """Rank 0, for calls that concern no other rank."""
         return self._ranks[0]
 
     @property

@@ -16,12 +16,12 @@ from evenkeel.correction.errors import ConfigError
 
 
 def config_that_ran(folder: RunFolder) -> RunConfig:
-    """Of config.yaml. Raises: ConfigError if it is damaged, or another version's; OSError if the disk doesn't give it."""
+    """The settings of config.yaml. Raises: ConfigError if it is damaged, or another version's; OSError if the disk doesn't give it."""
     return _validated(folder.read_config(), folder.path / "config.yaml")
 
 
 def recipe_given(folder: RunFolder) -> RunConfig:
-    """Of recipe.yaml, not resolved. Raises: as config_that_ran."""
+    """The settings of recipe.yaml, not resolved. Raises: as config_that_ran."""
     folder.check_recipe()
     try:
         content = yaml.safe_load(folder.recipe_path.read_text(encoding="utf-8"))

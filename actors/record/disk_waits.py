@@ -24,7 +24,7 @@ async def wait_for_disk(
     notice: Callable[[WaitNotice], None],
     counts_from: Callable[[], float] | None = None,
 ) -> T:
-    """As wait_for, of work on the run folder's disk. Raises: as the work; DiskLate."""
+    """The result of work on the run folder's disk, as of wait_for. Raises: as the work; DiskLate."""
     named = f"{what} -> {ON_DISK}"
     return await wait_for(work, named, deadline_s=deadline_s, notice=notice, counts_from=counts_from, raises=DiskLate)
 

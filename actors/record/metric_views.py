@@ -1,4 +1,4 @@
-"""Where a step's metrics go besides the run folder's metrics.jsonl: TensorBoard, and Weights & Biases for those who ask for it.
+"""Views of a step's metrics besides the run folder's metrics.jsonl: TensorBoard, and Weights & Biases for those who ask for it.
 
 Prometheus has a file of its own (exporter.py), since every actor serves it; the terminal and the report read the same numbers.
 """
@@ -90,7 +90,7 @@ class TensorBoardView:
 
 
 def _began(path: Path) -> int:
-    """Of an event file by its name; 0: another program's."""
+    """Time at which an event file was begun, by its name; 0: another program's."""
     number = path.name.removeprefix(_EVENTS).partition(".")[0]
     return int(number) if number.isascii() and number.isdigit() else 0
 
@@ -164,7 +164,7 @@ class WandbView:
 
     @property
     def hangs(self) -> bool:
-        """After `close`: a call of the package's has not come back."""
+        """Whether, after `close`, a call of the package's has not come back."""
         return self._thread.is_under_way
 
     def _try(self, call: Callable[[], object]) -> None:

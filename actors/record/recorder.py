@@ -91,7 +91,7 @@ class _EndedStep:
     batch: PreparedBatch
     result: StepResult
     metrics: StepMetrics
-    """Those that are known without a look at the batch."""
+    """Metrics that are known without a look at the batch."""
     phases: Mapping[str, float]
     loads: Awaitable[dict[str, WorkerLoad]]
     groups: Mapping[str, Sequence[GroupFacts]]
@@ -156,7 +156,7 @@ class Recorder:
         self._view.event(level, str(text))
 
     def keep_event(self, level: EventLevel, text: str | WaitNotice, kind: EventKind = EventKind.NONE) -> None:
-        """In events.log alone."""
+        """Keep an event in events.log alone."""
         self.disk.do(partial(self._folder.write_event, RunEvent.now(level, text, kind)))
 
     def phase(self, text: str) -> None:
@@ -442,7 +442,7 @@ class Recorder:
             self._view.event("warning", lost)
 
     def hangs(self) -> bool:
-        """After `close`: the disk or a view is in a call that has not come back."""
+        """Whether, after `close`, the disk or a view is in a call that has not come back."""
         return self.disk.hangs or any(view.hangs for view in self._views)
 
     def _close_views(self) -> None:

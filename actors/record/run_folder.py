@@ -115,7 +115,7 @@ class RunEvent:
     text: str
     kind: EventKind = EventKind.NONE
     notice: WaitNotice | None = None
-    """Of a wait; None: the event is of something else."""
+    """Notice of a wait; None: the event is of something else."""
 
     @classmethod
     def now(cls, level: EventLevel, message: str | WaitNotice, kind: EventKind = EventKind.NONE) -> RunEvent:
@@ -148,7 +148,7 @@ class RunEvent:
 
     @property
     def line(self) -> str:
-        """For events.log, with its end."""
+        """A line of events.log, with its end."""
         kind = f"[{self.kind}] " if self.kind else ""
         said = f"{kind}{self.text}" if self.notice is None else f"{_WAIT}{json.dumps(asdict(self.notice))}"
         return f"{self.time} {self.level:7} {said}\n"
@@ -365,7 +365,7 @@ class RunFolder:
             JsonLines(self._clipped_path).append({"step": step, **clipped})
 
     def read_clipped_tokens(self) -> dict[str, Counter[int]]:
-        """By the advantage's sign: how often each token id was among a step's most often clipped ones, over all steps so far."""
+        """How often each token id was among a step's most often clipped ones, over all steps so far, by the advantage's sign."""
         totals = {"positive": Counter[int](), "negative": Counter[int]()}
         for record in JsonLines(self._clipped_path).each(_parse_clipped):
             for sign, total in totals.items():
@@ -517,7 +517,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _event_record(event: Event) -> dict[str, Any]:
-    """As it stands in a line of monitor.jsonl; values that aren't finite stand there as words."""
+    """An event as monitor.jsonl has it; values that aren't finite stand there as words."""
     words = {name: str(value) for name, value in (("value", event.value), ("growth", event.growth)) if not math.isfinite(value)}
     return asdict(event) | words
 

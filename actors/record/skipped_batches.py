@@ -39,7 +39,7 @@ class SkippedBatch:
     grad_norms: tuple[float, ...]
     """Gradient norm of each optimizer step."""
     group_norms: dict[str, float]
-    """By group of parameters."""
+    """Norms of the gradient, by group of parameters."""
 
     def _parts(self) -> dict[str, Any]:
         """Fields of the batch, of what it was corrected to and of its counts, by "batch.", "corrected." or "counts." and their name."""

@@ -1,5 +1,5 @@
-"""When a wait has used half of its deadline, or is long without one, writes the stacks of all processes of the run into its folder: they
-show who waits for whom."""
+"""Stacks of all processes of a run, written into its folder when a wait has used half of its deadline, or is long without one: they show
+who waits for whom."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def newest_stack_summary(run_dir: Path) -> tuple[str, ...]:
 
 
 def stack_summary(text: str, name: str) -> tuple[str, ...]:
-    """Where each process stood, innermost function first: its main thread, or, of one that serves calls, the thread that does."""
+    """The place where each process stood, innermost function first: its main thread, or, of one that serves calls, the thread that does."""
     what, *parts = re.split(r"^=== ", text, flags=re.MULTILINE)
     return (f"{name} ({what.strip()}):", *map(_line, parts))
 

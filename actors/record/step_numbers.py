@@ -155,7 +155,7 @@ def diagnostic_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _placed(group: str, numbers: Mapping[str, float], places: Mapping[str, str | None]) -> dict[str, float]:
-    """By name of the catalogue: in its own place, or in the group."""
+    """Numbers by name of the catalogue: each in its own place, or in the group."""
     named = ((places.get(name, group + name), value) for name, value in numbers.items())
     return {name: value for name, value in named if name is not None}
 

@@ -227,7 +227,7 @@ class _State:
         return ", ".join(shown(self.metrics, f"groups/{name}", one) for name, one in words.items() if f"groups/{name}" in self.metrics)
 
     def _mismatch_text(self) -> str:
-        """Of the newest step that has one, beside what is usual."""
+        """Mismatch of the newest step that has one, beside what is usual."""
         if self._mismatch is None:
             return "-"
         step, value = self._mismatch

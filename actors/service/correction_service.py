@@ -63,7 +63,7 @@ class _Pulled:
     """A group of the batch in preparation, here in memory."""
 
     group: Group
-    """Without its wide fields."""
+    """The group without its wide fields."""
     wide: Any
     """Reference to them; None: it has none."""
 

@@ -145,7 +145,7 @@ def check_engine_device(config: RunConfig) -> None:
 
 
 def check_received(role: str, share: float, ids: Sequence[Any]) -> None:
-    """In the process of an actor on a GPU: it got from Ray what it asked for, and its torch sees exactly that.
+    """Check, in the process of an actor on a GPU, that it got from Ray what it asked for, and that its torch sees exactly that.
 
     Args:
         role: who asks, such as "learner rank 3".

@@ -10,16 +10,16 @@ from evenkeel.engines.machine import KEPT_KERNELS
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 OF_BATCHES = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
-"""For processes that send packed batches: the tensors are stored in the object store as they are, and read in place. Without it torch
-copies and checks each of them on both sides. Nobody writes to a batch once it is handed over."""
+"""Variables of processes that send packed batches: the tensors are stored in the object store as they are, and read in place. Without it
+torch copies and checks each of them on both sides. Nobody writes to a batch once it is handed over."""
 
 OF_SERVICE = OF_BATCHES | {
     "MALLOC_ARENA_MAX": "1",  # one heap for all threads: a thread's own heap would be returned whole
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
-"""For the correction service, which allocates and frees arrays of a batch's length all the time. By default glibc returns each to the
-kernel, and the next one gets zeroed pages with a page fault for each: up to half of the processor time of packing and diagnostics. With
+"""Variables of the correction service, which allocates and frees arrays of a batch's length all the time. By default glibc returns each to
+the kernel, and the next one gets zeroed pages with a page fault for each: up to half of the processor time of packing and diagnostics. With
 these variables freed memory stays in the heap, and the process keeps its peak size."""
 
 _OF_RANKS = {

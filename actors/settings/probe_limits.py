@@ -40,7 +40,7 @@ class ProbeLimits:
     """Nats by which logprobs of a prompt may differ between engine and learner at equal weights."""
 
     largest: float
-    """At any token."""
+    """Difference at any token."""
     median: float
     """Limit at half of the tokens: a difference at so many tokens is no accident of rounding."""
 

@@ -142,7 +142,7 @@ def _engine(config: RunConfig, has_gpu: bool) -> EngineConfig:
 
 
 def _engine_on_device(config: RunConfig, has_gpu: bool) -> EngineConfig:
-    """As _on_device, with the backend of its weight group; a type that is left open is the learner's."""
+    """The engine as of _on_device, with the backend of its weight group; a type that is left open is the learner's."""
     engine, learner = config.rollout.engine, config.learner
     sent = dtype_of(learner.dtype, device_of(learner.device, has_gpu=has_gpu))
     device = device_of(engine.device, has_gpu=has_gpu)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # read by commands that answer at once: without torch
 
 
 def check_batch(found: Agreement | None, on_difference: OnDifference, *, step: int) -> str:
-    """Before the new weights go anywhere. Args: found: in the batch of the step; None: it is gone with who had it.
+    """Check a step's batch before the new weights go anywhere. Args: found: in the batch of the step; None: it is gone with who had it.
 
     Returns: what there is to say of it; empty: all is equal.
     Raises: EngineError at the first difference, if that ends the run; ActorLost then, too, if the batch is gone.

@@ -483,7 +483,7 @@ class PublishedVersions:
         return None
 
     async def _stored(self, published: Publication, is_held: Callable[[int], bool]) -> Publication:
-        """This version, or a newer one, as it lies in the object store."""
+        """The copy of this version, or of a newer one, as it lies in the object store."""
         while not published.snapshot.buckets:
             newer = f"weights newer than v{published.version}, which were broadcast only <- learner"
             if self._learner.version != published.version:
