@@ -339,7 +339,7 @@ class AnswerSampling(Settings):
 
     @property
     def description(self) -> str:
-        """For people: "greedy", or "8 answers each, sampled at temperature 0.7, top-p 0.95"."""
+        """Words for people: "greedy", or "8 answers each, sampled at temperature 0.7, top-p 0.95"."""
         if self.temperature == 0:
             return "greedy"
         cut = f", top-p {self.top_p:g}" if self.top_p < 1 else ""
@@ -438,7 +438,7 @@ class RolloutConfig(PoolSizeConfig):
         return self.slots or 2 * -(-self.engine.max_running_requests // self.sampling.samples_per_group)
 
     def with_context(self, model_context: int) -> Self:
-        """With the context of the engines decided. Args, Raises: as EngineConfig.with_context."""
+        """These settings with the context of the engines decided. Args, Raises: as EngineConfig.with_context."""
         return self.model_copy(update={"engine": self.engine.with_context(model_context)})
 
     @property

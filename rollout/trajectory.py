@@ -45,7 +45,7 @@ class Prompt:
     text: str
     """What the user turn says; the chat template is applied to it."""
     token_ids: tuple[int, ...]
-    """After the chat template, with the generation prompt."""
+    """Tokens after the chat template, with the generation prompt."""
     answer: str | tuple[str, ...]
     """What the reward function is given to compare with; several: any of them is right."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class RoutedExperts:
     """Experts that each of T tokens was sent to when the model read it, in each layer."""
 
     layers: int
-    """Those of the model that have experts."""
+    """Layers of the model that have experts."""
     k: int
     """Experts that a token is sent to in a layer."""
     ids: array[int]
@@ -176,7 +176,7 @@ class Trajectory(_Answer):
     behavior_logprobs: array[float]
     """Natural log of mu for each response token: its log_softmax(logits / temperature), float32."""
     version_spans: tuple[VersionSpan, ...]
-    """In order, without gaps, over all response tokens."""
+    """Spans in order, without gaps, over all response tokens."""
     finish_reason: FinishReason
     """Why it ends where it does."""
     cached_tokens: int = 0
@@ -186,8 +186,8 @@ class Trajectory(_Answer):
     top_logprobs: TopLogprobs | None = None
     """The behaviour policy's most likely tokens at each response token, where the correction needs them."""
     routed_experts: RoutedExperts | None = None
-    """Of every token of prompt and response but the last, which the model didn't read; set if the learner replays routes. After a weight
-    update the model reads the tokens of an unfinished trajectory anew; these are the routes of the last reading."""
+    """Experts of every token of prompt and response but the last, which the model didn't read; set if the learner replays routes. After a
+    weight update the model reads the tokens of an unfinished trajectory anew; these are the routes of the last reading."""
     route_keys: array[int] | None = None
     """A key for the routed experts of each token of the prompt, if the routes are sent as an object of their own
     (rollout/wide_fields.py)."""
@@ -339,7 +339,7 @@ class UnfinishedGroup:
     group_id: int
     """That of its ticket."""
     answers: tuple[Trajectory, ...]
-    """In the order of their seeds: whole ones, and those that another engine goes on with (rollout/continuation.py)."""
+    """Answers in the order of their seeds: whole ones, and those that another engine goes on with (rollout/continuation.py)."""
     generate_s: float = 0.0
     """Spent on them so far."""
 
@@ -384,14 +384,14 @@ class SyncReceipt:
     version: int
     """That of the weights."""
     bytes: int
-    """Of the weights that it has taken."""
+    """Bytes of the weights that it has taken."""
     pause_s: float
     """Seconds from the engine's answer that it has stopped until it was told to go on. No token was sampled meanwhile."""
     seconds: float = 0.0
     """How long the worker took, checksums included. If the weights came from the object store the driver replaces this by its own wait,
     which includes the call and its answer on their way."""
     digest: str = ""
-    """Of the checksums of all tensors in the engine (engines.weights.digest_of), which were compared; empty: not asked for."""
+    """Digest of the checksums of all tensors in the engine (engines.weights.digest_of), which were compared; empty: not asked for."""
     processor: Processor | None = None
     """Processor and kernels of the engine; only for true on-policy, and only together with the digest."""
     generation: int = 0

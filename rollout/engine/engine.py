@@ -355,7 +355,7 @@ class RolloutEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def watch_heartbeat(self) -> None:
-        """From now on the engine is lost as soon as it misses its heartbeat."""
+        """Have the engine count as lost, from now on, as soon as it misses its heartbeat."""
         process, limit_s = self._process, self.config.deadlines.heartbeat_s
 
         def silent(seconds: float) -> None:
@@ -562,7 +562,7 @@ class RolloutEngine:
         return "The engine is dirty until a whole update succeeds" if self._dirty else "The engine still serves its old weights"
 
     async def _give_up(self, version: int, error: BaseException) -> None:
-        """After a failed update nobody hangs: SGLang's session is closed and sampling resumes, without what ran on half-new weights."""
+        """Have nobody hang after a failed update: SGLang's session is closed and sampling resumes, without what ran on half-new weights."""
         if self._dirty is not None:
             self._failed_updates += 1
             self._dirty = f"the update to v{version} failed ({type(error).__name__}: {error})"
@@ -676,9 +676,9 @@ class ExpertShape:
     """A model's mixture of experts."""
 
     layers: int
-    """Those that have experts."""
+    """Number of layers that have experts."""
     experts: int
-    """In each of these layers."""
+    """Number of experts in each of these layers."""
     k: int
     """Experts that a token is sent to."""
 

@@ -34,7 +34,7 @@ _RESIDUAL_OF = {"norm": "residual", "mlp_norm": "mlp_residual", "final_norm": "f
 
 
 def engine_arguments(folder: Path, layers: int, norms: Mapping[str, str]) -> dict[str, Any]:
-    """For rollout.engine.engine_args: every forward pass writes a file into the folder.
+    """Arguments for rollout.engine.engine_args by which every forward pass writes a file into the folder.
 
     Args: norms: module in a layer -> operator, of the model's family.
     """

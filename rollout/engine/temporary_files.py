@@ -45,7 +45,7 @@ def own_folder() -> Iterator[Path]:
 
 @contextmanager
 def passing_folder() -> Iterator[Path]:
-    """As own_folder, for an engine that ends within the block: the folder goes with it."""
+    """A folder as of own_folder, for an engine that ends within the block: the folder goes with it."""
     with own_folder() as folder:
         try:
             yield folder

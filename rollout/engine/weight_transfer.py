@@ -90,7 +90,7 @@ class Sending:
         self._first = await anext(self._payloads, None)
 
     async def load(self, manager: Any, version: int, *, flush: bool) -> None:
-        """Into the engine, which is paused; version and flush as for `send`."""
+        """Load the buckets into the engine, which is paused; version and flush as for `send`."""
         following = self._first
         while following is not None:
             payloads, is_last = following

@@ -240,11 +240,11 @@ class EngineConfig(Settings):
 
     @property
     def resolved_group_backend(self) -> Backend:
-        """As resolved_device."""
+        """The backend, resolved as resolved_device."""
         return decided(self.weight_group_backend, "rollout.engine.weight_group_backend")
 
     def on_this_machine(self) -> EngineConfig:
-        """For an engine without a run: what is auto decided by what this process finds, the dtype by its own device.
+        """These settings for an engine without a run: what is auto decided by what this process finds, the dtype by its own device.
 
         Raises: ConfigError for float32 on a GPU.
         """
@@ -257,7 +257,8 @@ class EngineConfig(Settings):
         return self.model_copy(update={"device": device} | values)
 
     def with_context(self, model_context: int) -> EngineConfig:
-        """With the context length decided, and on a CPU the size of the KV cache, which by itself SGLang would make most of the memory.
+        """These settings with the context length decided, and on a CPU the size of the KV cache, which by itself SGLang would make most of
+        the memory.
 
         Args: model_context: context length of the model's config, tokens.
         Raises: ConfigError if the given one is longer.
@@ -296,7 +297,7 @@ class EngineConfig(Settings):
 
     @property
     def has_stock_attention(self) -> bool:
-        """On a CPU: SGLang's loop over the sequences, in place of evenkeel's kernel for all of them at once."""
+        """Whether a CPU's engine takes SGLang's loop over the sequences, in place of evenkeel's kernel for all of them at once."""
         return self.attention_backend == "stock" or self.attention_data_parallel > 1
 
     @property

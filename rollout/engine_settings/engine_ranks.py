@@ -13,18 +13,20 @@ from evenkeel.correction.errors import EngineError
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 
 CPU_WIDTH = 32
-"""On a CPU SGLang pads each rank's feed-forward part to a multiple of this; padded weights would have other shapes than the files."""
+"""Multiple to which SGLang pads each rank's feed-forward part on a CPU; padded weights would have other shapes than the files."""
 
 NORMS_OF_OWN_HEADS = ("olmoe",)
-"""By model_type: queries and keys are normalised over the channels of all heads, but a rank of SGLang's has only its own heads."""
+"""Families, by model_type, whose queries and keys are normalised over the channels of all heads, but a rank of SGLang's has only its own
+heads."""
 NORMS_OVER_RANKS = ("olmo2",)
-"""By model_type: normalised in the same way, and SGLang's ranks gather all heads for it. A key head that two ranks hold would be gathered
-twice."""
+"""Families, by model_type, normalised in the same way, and SGLang's ranks gather all heads for it. A key head that two ranks hold would be
+gathered twice."""
 GROUPS_OF_RANKS = ("qwen3", "qwen3_moe")
-"""By model_type: SGLang can divide the attention over a group's ranks; in other families it divides it over all ranks, whatever is
-set."""
+"""Families, by model_type, whose attention SGLang can divide over a group's ranks; in other families it divides it over all ranks, whatever
+is set."""
 UNREPORTED_ROUTES = ("mixtral", "olmoe")
-"""By model_type: SGLang's routers don't know the number of their layer, so SGLang can't record the experts that they chose."""
+"""Families, by model_type, in which SGLang's routers don't know the number of their layer, so SGLang can't record the experts that they
+chose."""
 # Ports that an engine with such groups takes, counted from SGLang's `port` (its server_args.py); others talk by sockets in files.
 _PORTS = (13, *range(233, 240))
 _ONE, _DIVISOR = "Set it to 1", "Set it to a common divisor, or to 1"

@@ -33,7 +33,7 @@ from evenkeel.rollout.parent_death import adopt_orphans, signal_at_parents_death
 from evenkeel.rollout.rewards.reward_guardian import guard, limit_process
 
 LENGTH = struct.Struct("!Q")
-"""Before each message: its size in bytes."""
+"""Size of a message in bytes, which comes before it."""
 SINGLE = "reward"
 """Name of the only component when a reward is a bare number."""
 LARGEST = 1e18
@@ -131,7 +131,7 @@ def error_text(error: Exception) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many characters of a text, and how many were cut off."""
+    """A text of at most so many characters, and how many were cut off."""
     return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most} more characters are cut off)"
 
 

@@ -1,4 +1,4 @@
-"""On a CPU: experts that are divided among ranks. SGLang numbers those of other ranks -1; its kernels for GPUs leave those rows out, and
+"""Experts that are divided among ranks, on a CPU. SGLang numbers those of other ranks -1; its kernels for GPUs leave those rows out, and
 its loop over experts in plain torch takes the number for an index."""
 
 from __future__ import annotations

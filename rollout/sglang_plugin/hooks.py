@@ -113,7 +113,7 @@ def _no_file(*_: Any, **__: Any) -> None:
 
 
 def use_plain_host_memory() -> None:
-    """On a CPU: plain memory for the host buffers in which SGLang keeps routed experts; it would register them with CUDA."""
+    """Have plain memory, on a CPU, for the host buffers in which SGLang keeps routed experts; it would register them with CUDA."""
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
     def plain(dims: Sequence[int], dtype: torch.dtype, *_: Any, **__: Any) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import UntypedStorage
 
 HALVES = 2
-"""As many as the owner's shared memory has (rollout.engine.weight_transfer.SharedStaging)."""
+"""Number of halves, as many as the owner's shared memory has (rollout.engine.weight_transfer.SharedStaging)."""
 # Each with whether it is page-locked, the one that was used last at the end.
 _mapped: deque[tuple[UntypedStorage, bool]] = deque()
 

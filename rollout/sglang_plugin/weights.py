@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 GATE_AND_UP = ("gate_proj", "up_proj")
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}
-"""By model_type: names of an expert's gate, up and down projection in files, where they are not the usual ones."""
+"""Names of an expert's gate, up and down projection in files, by model_type, where they are not the usual ones."""
 FUSED_IN_FILES = ("glm4",)
-"""By model_type: gate and up projection are one tensor (gate_up_proj) in files, too."""
+"""Families, by model_type, whose gate and up projection are one tensor (gate_up_proj) in files, too."""
 
 
 def register() -> None:

@@ -24,7 +24,7 @@ _NAME, _SPELT, _END = "\ufdd0", "\ufdd1", "\ufdd2"
 
 
 class ControlTokens:
-    """Of one tokenizer: its special tokens, and what ends an answer."""
+    """The special tokens of one tokenizer, and what ends an answer."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         """Args: tokenizer: of transformers. ends: see AnswerEnds.ids."""
@@ -135,7 +135,7 @@ class AnswerEnds:
     """What ends an answer; the same for evaluations, filters, training, the overlong rule and demonstrations."""
 
     sources: Mapping[int, tuple[str, ...]]
-    """By token id, who names it."""
+    """Who names a token, by its id."""
     of_turn: int | None
     """The token with which a turn of the model ends, and a demonstration; None: nobody names one."""
 
@@ -167,7 +167,7 @@ class AnswerEnds:
 
     @property
     def unknown_to_configs(self) -> dict[int, tuple[str, ...]]:
-        """Those of which the engine by itself would know nothing."""
+        """Ends of which the engine by itself would know nothing."""
         return {token: names for token, names in self.sources.items() if not set(names) & set(CONFIGS)}
 
     def without(self, response_ids: Sequence[int]) -> Sequence[int]:
@@ -275,7 +275,8 @@ class ChatEncoder:
 
     @classmethod
     def of_folder(cls, folder: Path, task: TaskConfig, rollout: RolloutConfig | None = None) -> ChatEncoder:
-        """As `for_task`, of a model's folder. Raises: DataError, ConfigError as load_tokenizer and for what a task can't use.
+        """The encoder, as of `for_task`, of a model's folder. Raises: DataError, ConfigError as load_tokenizer and for what a task can't
+        use.
 
         Args: rollout: with the engines' context decided, for the longest prompt; None: the task's own limit.
         """

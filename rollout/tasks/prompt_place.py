@@ -13,7 +13,7 @@ class PromptPlace(NamedTuple):
     epoch: int
     """Passes over the questions before this one."""
     position: int
-    """In the epoch."""
+    """Place in the epoch."""
 
     @classmethod
     def parse(cls, prompt_id: str) -> PromptPlace | None:

@@ -112,7 +112,7 @@ class Task:
 
     @property
     def remark(self) -> str | None:
-        """As ChatEncoder's."""
+        """The remark of its ChatEncoder."""
         return None if self._encoder is None else self._encoder.remark
 
     def train_prompt(self, position: int) -> Prompt:
