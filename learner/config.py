@@ -232,7 +232,7 @@ class LearnerConfig(Settings):
         return decided(self.dtype, "learner.dtype")
 
     def on_this_machine(self) -> Self:
-        """For a learner without a run: device and dtype decided, where they are auto, by what this process finds."""
+        """These settings for a learner without a run: device and dtype, where they are auto, by what this process finds."""
         if not is_open(self.device, self.dtype):
             return self
         device = device_of(self.device)

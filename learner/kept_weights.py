@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class KeptWeights:
-    """In host memory, one copy of the rank's own part of the model for each kept version. Every rank makes the same calls."""
+    """Copies in host memory of the rank's own part of the model, one for each kept version. Every rank makes the same calls."""
 
     def __init__(self, learner: LearnerRank) -> None:
         self._learner = learner

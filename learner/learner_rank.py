@@ -58,7 +58,7 @@ class _Loaded:
     """What `load` loads or builds."""
 
     folder: Path
-    """For messages only: the folder may be gone after the load."""
+    """Folder that messages name: it may be gone after the load."""
     side_files: dict[str, bytes]
     """Config, tokenizer and the like, for the model folders that rank 0 writes; empty on other ranks."""
     hf_config: Any
@@ -318,7 +318,7 @@ class LearnerRank:
 
     @property
     def optimizer(self) -> GuardedOptimizer:
-        """Of the model that is loaded. Raises: ConfigError if there is none."""
+        """The optimizer of the model that is loaded. Raises: ConfigError if there is none."""
         return self._require().optimizer
 
     # Inside
@@ -388,7 +388,7 @@ class LearnerRank:
 
     @contextmanager
     def _swapped(self, weights: list[Tensor]) -> Iterator[None]:
-        """Within the block the model has other weights; its own come back untouched, also after an error."""
+        """A block within which the model has other weights; its own come back untouched, also after an error."""
         parameters = _parameters(self._policies)
         own = [parameter.data for parameter in parameters]
         try:

@@ -49,7 +49,7 @@ class ParameterGroup(StrEnum):
     MLP = "mlp"
     """Experts included."""
     EMBEDDING = "embedding"
-    """With a head that is tied to it."""
+    """The embedding, with a head that is tied to it."""
     LM_HEAD = "lm_head"
 
 
@@ -75,9 +75,9 @@ class StepResult:
     learning_rate: float
     """Learning rate of the last update."""
     tokens: int
-    """In the batch, prompts included."""
+    """Tokens in the batch, prompts included."""
     trained_tokens: int
-    """In the loss mask."""
+    """Tokens in the loss mask."""
     kept_tokens: int
     """Trained tokens that were left in the loss at their first forward pass; 0: all were rejected."""
     broken_tokens: int
@@ -174,7 +174,7 @@ class Proximal:
     routed_experts: Tensor | None
     """[N, layers, k], CPU: where the tokens were sent, if training is to follow; None in an answer from another process."""
     routing_agreement: float | None
-    """As StepResult's."""
+    """Agreement as of StepResult."""
     route_places: tuple[WidePlace, ...] | None = None
     """[S] from another process: where the routed experts of each sequence are."""
 
@@ -184,6 +184,6 @@ class EncodedDemonstration:
     """A prompt with the answer that is to be imitated."""
 
     prompt_ids: tuple[int, ...]
-    """With the generation prompt; at least one token."""
+    """Ids with the generation prompt; at least one token."""
     answer_ids: tuple[int, ...]
-    """With the end-of-sequence token."""
+    """Ids with the end-of-sequence token."""

@@ -205,7 +205,7 @@ FAMILIES: dict[str, ModelFamily] = {
         experts=ExpertOptions(width="intermediate_size"),
     ),
 }
-"""By transformers' model_type."""
+"""Families by transformers' model_type."""
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),

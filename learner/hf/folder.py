@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 INIT_RECORD = "evenkeel_init.json"
-"""In the folder of a model that `evenkeel init-model` has made, and of its checkpoints: how it was made. `source`: of published weights."""
+"""File in the folder of a model that `evenkeel init-model` has made, and of its checkpoints, which says how it was made. `source`: of
+published weights."""
 PUT_BACK = "Put back a whole copy of the file"
 """What to do about a damaged file."""
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")

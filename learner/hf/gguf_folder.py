@@ -37,7 +37,7 @@ class GgufFacts:
     architecture: str
     name: str
     license: str
-    """As the file names it; empty: it doesn't."""
+    """License as the file names it; empty: it doesn't."""
     parameters: int
     types: dict[str, int]
     """Storage type, such as Q4_1, -> tensors that have it."""
@@ -218,7 +218,7 @@ def _refused(path: Path, what: str, reason: str) -> DataError:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' bars of a file that is there at once; its bar of the tensors is for a terminal alone."""
+    """A block without transformers' bars of a file that is there at once; its bar of the tensors is for a terminal alone."""
     from transformers.utils import logging
 
     was_on, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

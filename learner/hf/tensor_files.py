@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 @contextmanager
 def saving(path: Path) -> Iterator[Path]:
-    """To be put around a call of safetensors' save_file with this path. Raises: OSError instead of SafetensorError, as for a full disk.
+    """A block around a call of safetensors' save_file with this path. Raises: OSError instead of SafetensorError, as for a full disk.
 
     save_file puts a temporary file in the path's place, which its owner alone may read. The file has the mode that any new one would have
     there (the umask's), or the one that it had.

@@ -80,7 +80,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # Megatron has no
     bounds: Tensor | None = None
     """[T + 1] int32: the sequences' bounds among the packed rows."""
     equal_lengths: tuple[EqualLengths, ...] = ()
-    """In packed order; together they hold every row of the sequences once. Empty if batch-invariant."""
+    """Parts in packed order; together they hold every row of the sequences once. Empty if batch-invariant."""
     tile_calls: tuple[TileCall, ...] = ()
     """Together they hold every other row once: those of the continuations, and if batch-invariant all."""
     row_in_tiles: Tensor | None = None
@@ -198,7 +198,7 @@ def _rows_of_texts(layout: RowLayout) -> list[range]:
 
 
 def _equal_parts(total: int, most: int) -> list[range]:
-    """As few parts as possible with at most `most` each, of about equal size."""
+    """Parts of about equal size, as few as possible with at most `most` each."""
     count = math.ceil(total / most)
     return [range(total * i // count, total * (i + 1) // count) for i in range(count)]
 

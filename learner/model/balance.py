@@ -46,7 +46,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchPlan:
-    """For each rank its micro-batches, each a tuple of sequence indices."""
+    """The micro-batches of each rank, each a tuple of sequence indices."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
     """[rank][micro-batch]. Every rank has equally many; some may be empty. Sequences of one prefix are neighbours in a micro-batch."""

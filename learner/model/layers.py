@@ -203,7 +203,8 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """In float32, as SDPA's kernel is fastest. The heads of a group stand one below the other, as queries of one head."""
+        """Gradients in float32, in which SDPA's kernel is fastest. The heads of a group stand one below the other, as queries of one
+        head."""
         query, key, value, *of_calls = ctx.saved_tensors
         dtype, calls, row_in_tiles = query.dtype, ctx.packed.tile_calls, ctx.packed.row_in_tiles
         query, key, value = query.float(), key.float(), value.float()

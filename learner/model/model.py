@@ -171,7 +171,8 @@ def transformer_config(hf_config: Any, config: LearnerConfig, placement: Placeme
 
 
 def leave_unset(weight: Tensor) -> Tensor:
-    """In place of Megatron's random values, each of which convert.load overwrites: 8B of them take a CPU a minute."""
+    """Leaves weights as they are, in place of Megatron's random values, each of which convert.load overwrites: 8B of them take a CPU a
+    minute."""
     return weight
 
 

@@ -44,9 +44,9 @@ class Routes:
     """[rows, layers, k]: the experts to be taken; None: the routers choose."""
     keeps_taken: bool
     taken: dict[int, Tensor] = field(default_factory=dict)
-    """By layer of the whole model: [rows, k], where they are kept."""
+    """Experts by layer of the whole model: [rows, k], where they are kept."""
     agrees: dict[int, Tensor] = field(default_factory=dict)
-    """By layer: [rows] bool, whether the router's own choice was the one taken, in whatever order."""
+    """Agreement by layer: [rows] bool, whether the router's own choice was the one taken, in whatever order."""
 
     @classmethod
     def of(cls, given: Tensor | None, rows: int, placement: Placement, *, shares_rows: bool, keeps_taken: bool) -> Routes:

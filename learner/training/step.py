@@ -535,7 +535,7 @@ class Abort:
             self.too_late()
 
     def too_late(self) -> None:
-        """From here the call goes on to its end: what follows changes the weights."""
+        """Say that from here the call goes on to its end: what follows changes the weights."""
         with self._changed:
             self._place = None
 

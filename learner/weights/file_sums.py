@@ -22,7 +22,7 @@ from evenkeel.correction.errors import DataError
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
-"""In a checkpoint: this one. In its folder of the learner: what the learner says of its own files (checkpoint_files.py)."""
+"""File of a checkpoint, and of its folder of the learner, where it says what the learner does of its own files (checkpoint_files.py)."""
 # Suffix of the files that `leave_sum` writes.
 _LEFT = ".xxh3"
 _CHUNK_BYTES = 4 << 20
