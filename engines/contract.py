@@ -159,7 +159,7 @@ def _engine_problems(engine: SideSettings) -> list[str]:
 # Whether a model is a mixture of experts: one answer for plan, learner and engine.
 
 DENSE_FAMILIES = ("glm4", "llama", "mistral", "olmo2", "qwen2", "qwen3")
-"""By model_type: families that are trained and have no experts, whatever sizes of experts a config.json has left over."""
+"""Families, by model_type, that are trained and have no experts, whatever sizes of experts a config.json has left over."""
 
 
 def expert_count(model_type: str, stated: int | None) -> int:

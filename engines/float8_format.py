@@ -7,7 +7,7 @@ at the lower and right edge of a matrix are smaller. The plan of a run reads thi
 BLOCK = 128
 """Rows and columns that share a scale."""
 SCALE_SUFFIX = "_scale_inv"
-"""After a matrix's name. The scales are what its values are multiplied by; the "inv" is DeepSeek's."""
+"""Suffix of a matrix's name. The scales are what its values are multiplied by; the "inv" is DeepSeek's."""
 PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"})
 """Modules of attention, feed-forward parts and experts, by the last part of their names; w1, w2 and w3 are Mixtral's."""
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}

@@ -193,7 +193,8 @@ def unimportable(module: str) -> Iterator[None]:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Within the block these variables are set; afterwards they are what they were. They are the whole process's: one block at a time."""
+    """A block within which these variables are set; afterwards they are what they were. They are the whole process's: one block at a
+    time."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -280,7 +281,7 @@ def give_back_now_and_then() -> None:
 
 
 def give_back_in_thread() -> None:
-    """As `give_back_now_and_then`, for callers that must not block: return at once, and let a thread do the work, one at a time.
+    """The work of `give_back_now_and_then`, for callers that must not block: a thread does it, one at a time.
 
     Other Python threads run meanwhile. They wait only if they allocate from the part of the heap that is being trimmed.
     """

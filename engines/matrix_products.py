@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_MULTIPLE, MANY_ROWS = 16, 512
-"""Between the two, rows are padded to a multiple of the first. Below it every number of rows occurs; above the second the copy costs more
+"""Rows between the two are padded to a multiple of the first. Below it every number of rows occurs; above the second the copy costs more
 than it saves."""
 TRAINED_ROW_MULTIPLE = 64
 """Rows of a micro-batch are padded to a multiple of it: at most 3 % of the usual 2,000, and few different numbers of rows in a run."""

@@ -76,7 +76,7 @@ class WeightBucket:
     specs: tuple[WeightSpec, ...]
     """Name, type and shape of each tensor, in the order in which they travel."""
     parts: tuple[Any, ...]
-    """For each tensor numpy uint8 [bytes]: Ray's object store hands on numpy arrays without a copy, but not torch tensors. An array that
+    """A numpy uint8 [bytes] for each tensor: Ray's object store hands on numpy arrays without a copy, but not torch tensors. An array that
     was read from the store is read-only."""
 
     @classmethod
@@ -119,7 +119,7 @@ class WeightBucket:
         return {name: tensor_checksum(tensor) for name, tensor in self.tensors().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """By Hugging Face name, as views; they must not be written to."""
+        """Tensors by Hugging Face name, as views; they must not be written to."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch warns that the memory is read-only; so it shall be
             return {
@@ -148,7 +148,7 @@ def packed_bytes(specs: tuple[WeightSpec, ...]) -> int:
 ROW_WORDS = 2**16
 """Words of 8 bytes that make one sum."""
 ROWS_AT_ONCE = {"cpu": 1}
-"""By type of device: on a CPU a row stays in its cache."""
+"""Rows by type of device: on a CPU a row stays in its cache."""
 MANY_ROWS = 128
 """Elsewhere."""
 # Factors of SplitMix64, as signed numbers: torch multiplies modulo 2^64.
@@ -215,7 +215,7 @@ def _sums(words: Tensor) -> list[int]:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """In place: two rounds of SplitMix64's finaliser. The masks make shifts of signed numbers ones of unsigned numbers."""
+    """Two rounds of SplitMix64's finaliser, in place. The masks make shifts of signed numbers ones of unsigned numbers."""
     x ^= (x >> 30) & (2**34 - 1)
     x *= _FACTORS[1]
     x ^= (x >> 27) & (2**37 - 1)
@@ -228,7 +228,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def in_float8(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By Hugging Face name, each projection as its values and its scales; the rest as it is."""
+    """Tensors by Hugging Face name: each projection as its values and its scales, the rest as it is."""
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if is_projection(name):
