@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .tokens import token_coefficients
 
 __version__ = "0.1.0"
-"""Of evenkeel and of evenkeel-correction: tests/test_distribution.py."""
+"""Version of evenkeel and of evenkeel-correction: tests/test_distribution.py."""
 
 # Module of each public name.
 _HOMES = {

@@ -291,7 +291,7 @@ class CorrectedBatch:
         )
 
     def holding(self, read: Mapping[Any, Any]) -> CorrectedBatch:
-        """As PackedBatch.holding, for the packed batch inside."""
+        """The batch of PackedBatch.holding, for the packed batch inside."""
         return replace(self, batch=self.batch.holding(read))
 
     def to_padded(self, attention_mask: Tensor) -> dict[str, Tensor]:

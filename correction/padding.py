@@ -1,4 +1,4 @@
-"""Per-token values between padded tensors [B, T] and the packed form [N]: what stands in the padding plays no part."""
+"""Values of tokens between padded tensors [B, T] and the packed form [N]: what stands in the padding plays no part."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def reference_kl(target: Tensor, reference: Tensor, mask: Tensor) -> float:
 
 
 def clipped_tokens(batch: PackedBatch, decided: FinalDecision) -> dict[str, list[tuple[int, int]]]:
-    """By "positive" and "negative" (the advantage's sign): ids of the 50 kept tokens that the objective clipped most often, and how often.
+    """Ids of the 50 kept tokens that the objective clipped most often, and how often, by "positive" and "negative" advantage.
 
     Of ids that are equally frequent the smaller one comes first. Empty where the decision doesn't say what was clipped.
     Source: Trust Region (arXiv 2602.04879), App. E, which has 50.

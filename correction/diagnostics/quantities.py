@@ -28,7 +28,7 @@ MOST_MEAN_TOKENS = 2500
 """The error of mean rho that a deviation is held against is at least this, and at least that of so many tokens: five of them are 1 %, and a
 tenth of rho's own spread. Less can come from which answers were kept: stale tokens of right answers have a larger rho."""
 LEAST_EFFECTIVE_TOKENS = 50
-"""With fewer, mean rho hangs on a few tokens, and its standard error, which comes from the same ones, says too little."""
+"""Effective tokens below which mean rho hangs on a few, and its standard error, which comes from the same ones, says too little."""
 
 
 NUMBER = r"\d+"
@@ -83,11 +83,11 @@ class Quantity:
     help: str
     """One sentence."""
     of: str = ""
-    """Of a share: what of, such as "trained tokens" (those of the loss mask, rejected or not)."""
+    """What a share is of, such as "trained tokens" (those of the loss mask, rejected or not)."""
     digits: str = ""
     """Format specification of a value; empty: that of its unit."""
     members: str = ""
-    """Of a family: regular expression of the last part of its members' names; empty: users choose them, as those of reward parts."""
+    """Regular expression of the last part of the names of a family's members; empty: users choose them, as those of reward parts."""
 
     def number(self, value: float) -> str:
         """A value as the terminal, logs, events and the report show it, without its unit."""
@@ -99,7 +99,7 @@ class Quantity:
 
     @property
     def shown_unit(self) -> str:
-        """For a table: "share of trained tokens"; 1 for a plain number."""
+        """Unit for a table: "share of trained tokens"; 1 for a plain number."""
         return f"{self.unit} of {self.of}" if self.of else self.unit or "1"
 
 

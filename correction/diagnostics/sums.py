@@ -34,5 +34,5 @@ class DiagnosticSums:
         return DiagnosticSums(added, largest, histograms, counts)
 
     def __radd__(self, other: int) -> DiagnosticSums:
-        """For the built-in `sum`, which begins with 0."""
+        """The sum for the built-in `sum`, which begins with 0."""
         return self if other == 0 else NotImplemented

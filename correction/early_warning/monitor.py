@@ -236,7 +236,7 @@ LEVELS: dict[str, ReferenceLevel] = {
         "Ten times the largest",
     ),
 }
-"""By the name that `monitor.thresholds.setting` takes."""
+"""Levels by the name that `monitor.thresholds.setting` takes."""
 
 
 def usual_level(

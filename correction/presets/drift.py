@@ -118,4 +118,4 @@ DRIFT: dict[str, Preset] = {
         found="Trust Region, takeaway 3, points the same way: what destabilises is a small share of updates on negative samples.",
     ),
 }
-"""By name."""
+"""Presets by name."""

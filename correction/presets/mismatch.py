@@ -205,4 +205,4 @@ MISMATCH: dict[str, Preset] = {
         "Decoupled PPO without the proximal forward.",
     ),
 }
-"""By name."""
+"""Presets by name."""

@@ -211,4 +211,4 @@ OFF_POLICY: dict[str, Preset] = {
         "A trust region in probability that is the same on both sides.",
     ),
 }
-"""By name."""
+"""Presets by name."""

@@ -147,6 +147,6 @@ class Count(enum.StrEnum):
     """Which tokens and sequences the denominator counts."""
 
     ORIGINAL = "original"
-    """Those of the loss mask: a rejected token or sequence still counts."""
+    """Tokens of the loss mask: a rejected token or sequence still counts."""
     KEPT = "kept"
-    """Those that rejection and veto left."""
+    """Tokens that rejection and veto left."""

@@ -241,7 +241,7 @@ class GeometricClipObjective(Settings):
     log_clip: float = Field(default=0.4, gt=0)
     """Bound of the log ratio."""
     level: ClassVar[Level] = Level.TOKEN
-    """Of the ratios that are clipped."""
+    """Level of the ratios that are clipped."""
 
 
 class SoftGateObjective(Settings):

@@ -19,7 +19,7 @@ class Stage(enum.Enum):
     """When a part runs."""
 
     EARLY = "early"
-    """In the correction service, before training: mu and pi_prox are known."""
+    """The correction service, before training: mu and pi_prox are known."""
     LATE = "late"
     """Inside the training forward, where pi_theta is known."""
 
@@ -120,7 +120,7 @@ def needs_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = Fal
 
 
 def check_without_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = False) -> None:
-    """For trainers that have no place between backward pass and optimizer step, nor before a step's first micro-batch, as TRL's.
+    """Check for trainers that have no place between backward pass and optimizer step, nor before a step's first micro-batch, as TRL's.
 
     Raises: ConfigError if the config needs `policy_scale` there; without it the loss would be of the wrong size, silently. Also if it
         needs `settle` (needs_step_forward).
