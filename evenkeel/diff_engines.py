@@ -52,7 +52,7 @@ class EngineDiff:
     """What a comparison found."""
 
     gaps: list[OperatorGap]
-    """In the order of computation."""
+    """Gaps in the order of computation."""
     agreement: Agreement
     """Agreement of sampled and trained logprobs: of what comes after the logits."""
     offsets: tuple[int, ...]

@@ -220,7 +220,7 @@ def _of_inputs(config: RunConfig, *, has_model: bool = True) -> list[Complaint]:
 
 
 def _has_gpu(config: RunConfig) -> bool:
-    """As cluster.gpus_there, but of a run on this machine without importing Ray."""
+    """Whether there is a GPU, as cluster.gpus_there, but of a run on this machine without importing Ray."""
     if config.ray.address is None:
         return visible_gpus() > 0
     from evenkeel.actors.cluster.cluster import gpus_there

@@ -40,7 +40,7 @@ class Variant(NamedTuple):
     tag: str
     """Key that says which, such as "kind"; empty: none does."""
     value: str
-    """Of the tag, or the model's name."""
+    """Value of the tag, or the model's name."""
 
     def __str__(self) -> str:
         return f"{self.tag}: {self.value}" if self.tag else self.value
@@ -54,12 +54,12 @@ class FieldLine:
     """Dotted; N stands for a number in a list, NAME for a key of a mapping."""
     type: str
     default: str
-    """As one would write it; "required" when there is none."""
+    """Default as one would write it; "required" when there is none."""
     description: str
     variant: Variant | None = None
-    """In which the key exists, when its section is a union; None: it isn't."""
+    """Variant in which the key exists, when its section is a union; None: it isn't."""
     is_section: bool = False
-    """It has keys of its own, which follow."""
+    """Whether it has keys of its own, which follow."""
     is_derived: bool = False
     """A run derives it, unless it is given."""
 

@@ -41,9 +41,9 @@ class Source(BaseModel):
     origin: str
     """The hub's name at its commit; or package, version and file; or the file's path."""
     sha256: str = ""
-    """Of the GGUF file."""
+    """Checksum of the GGUF file."""
     license: str = ""
-    """As the GGUF file names it; of the hub's: its own files say it."""
+    """License as the GGUF file names it; of the hub's: its own files say it."""
     remark: str = ""
     """What makes these weights others than the published ones."""
 
@@ -54,7 +54,7 @@ class InitRecord(BaseModel):
     init: InitConfig
     task: TaskConfig
     source: Source | None = None
-    """Of published weights; None: the model was made from nothing."""
+    """Source of published weights; None: the model was made from nothing."""
 
     def is_of(self, config: RunConfig) -> bool:
         """Whether a recipe asks for this model. The task of published weights plays no part in them."""

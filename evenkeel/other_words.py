@@ -12,7 +12,7 @@ class Meant(NamedTuple):
     key: str
     """Dotted; empty: there is none."""
     note: str = ""
-    """In which it differs, or why there is none."""
+    """What is different about it, or why there is none."""
 
     def __str__(self) -> str:
         if not self.key:
@@ -127,7 +127,7 @@ _WORDS: tuple[tuple[str, Meant], ...] = (
 )  # fmt: skip
 
 MEANT = {word: meant for words, meant in _WORDS for word in words.split()}
-"""By the last part of the key, in lower case, with _ for a dash."""
+"""What is meant, by the last part of the key, in lower case, with _ for a dash."""
 
 
 def meant_by(path: str) -> Meant | None:

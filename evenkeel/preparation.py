@@ -105,7 +105,7 @@ def _encoder(config: RunConfig, model: Path) -> ChatEncoder:
 
 
 def outline(config: RunConfig) -> tuple[Path, bool]:
-    """As outline_folder. Raises: as that; DiskLate."""
+    """The folder of outline_folder. Raises: as that; DiskLate."""
     what, limit_s = f"config and tokenizer of {config.model}", config.deadlines.start_s
     look = partial(outline_folder, config.model)
     return by_disk_at_start(look, what, disk=DISK_OR_HUB, computes=True, remedy=IF_SLOW, limit_s=lambda: limit_s)

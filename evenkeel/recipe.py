@@ -289,7 +289,7 @@ def _no_such_key(path: str, value: Any, model_class: type[BaseModel]) -> str:
 
 
 def _of_another_kind(path: str, location: tuple[int | str, ...], model_class: type[BaseModel]) -> str | None:
-    """For a key that exists, but in another variant of its section's tagged union: which, and what to do."""
+    """The variant of its section's tagged union in which a key exists that this one lacks, and what to do."""
     variants = [line.variant for line in explain_lines(model_class) if line.path == numberless(path) and line.variant]
     if not variants:
         return None

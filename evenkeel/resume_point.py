@@ -58,7 +58,7 @@ class Resume:
     recipe: Recipe[RunConfig]
     """Its configuration isn't resolved yet."""
     deadlines: DeadlinesConfig
-    """Those that the run had; its checkpoints are as large as ever."""
+    """Deadlines that the run had; its checkpoints are as large as ever."""
     point: ResumePoint | None
     """The newest whole checkpoint; None: the run has none."""
 
@@ -118,8 +118,8 @@ def deadlines_that_were(ran: Mapping[str, Any]) -> DeadlinesConfig:
 
 
 def _on_the_same_devices(recipe: Recipe[RunConfig], ran: Mapping[str, Any]) -> RunConfig:
-    """With devices that the recipe leaves open as they were, whatever is there now: the nodes with the GPUs of a cluster may still have to
-    come. An `auto` on the command line leaves them open again."""
+    """The settings with devices that the recipe leaves open as they were, whatever is there now: the nodes with the GPUs of a cluster may
+    still have to come. An `auto` on the command line leaves them open again."""
     config, were = recipe.config, flat(ran)
     learner, rollout = config.learner, config.rollout
     if _goes_on(recipe, "learner.device", learner.device, were):

@@ -132,7 +132,7 @@ def _until_its_end(pid: int, listener: HeartbeatListener, hangs: Callable[[int, 
 
 
 def _keep_stacks(run_dir: Path, pid: int, silent_s: float) -> None:
-    """Where a process stands that gives no sign of life, in the run folder, as the run itself keeps it of its parts."""
+    """Keep in the run folder where a process stands that gives no sign of life, as the run itself keeps it of its parts."""
     why = f"the run's process has given no sign of life for {silent_s:.0f} s"
     parts = [f"=== evenkeel train (process {pid})\n{stacks}" for stacks in stacks_of([pid]).values()]
 
@@ -162,7 +162,7 @@ def _say(run_dir: Path, level: EventLevel, text: str) -> None:
 
 
 def _last_step(run_dir: Path) -> int | None:
-    """Of the ledger's lines; 0: there is none. None: the disk doesn't tell."""
+    """Last step of the ledger's lines; 0: there is none. None: the disk doesn't tell."""
     try:
         return _by_disk(partial(last_step, run_dir / "ledger.jsonl"))
     except OSError:

@@ -32,7 +32,7 @@ class Complaint:
         return cls("fail", error.reason, error.remedy)
 
     def __str__(self) -> str:
-        """As that error is printed, to the letter."""
+        """The text of that error as it is printed, to the letter."""
         return with_remedy(self.sentence, self.setting)
 
 
@@ -44,7 +44,7 @@ class PaperFacts:
     gpus: tuple[int, ...] = ()
     """Memory in bytes of each GPU that the run may get; empty: not known, or none is used. GPUs of a cluster's nodes are in NodeFacts."""
     architectures: tuple[str, ...] = ()
-    """Of these GPUs, such as sm_90; empty: not known, or in NodeFacts as well."""
+    """Architectures of these GPUs, such as sm_90; empty: not known, or in NodeFacts as well."""
     gpus_per_node: int = GPUS_PER_NODE
     """Number of GPUs of the largest node that the run may get."""
     disk_free: int | None = None
@@ -75,7 +75,7 @@ class GpuFact:
     free: int | None
     """Bytes; None: not known. Of a card that is divided (MIG) the driver doesn't tell what is free of a part."""
     architecture: str
-    """Such as sm_90."""
+    """Architecture, such as sm_90."""
     number: int = 0
     """The driver's number, by its place on the bus."""
     uuid: str = ""
@@ -90,13 +90,13 @@ class NodeFacts:
     silence: str = ""
     """Why nothing is known of it but what Ray knows: resources and object store; empty: it has answered."""
     has_failed: bool = False
-    """Of a silent one: the small task there has ended with an error; otherwise it was late."""
+    """Whether the small task of a silent one has ended with an error; otherwise it was late."""
     is_drivers: bool = False
     """The process that asks is there; a run's driver and correction service would be, too."""
     offered_gpus: float = 0.0
     """GPUs that Ray offers there."""
     free_gpus: float = 0.0
-    """Those of them that no actor holds."""
+    """GPUs of these that no actor holds."""
     gpus: tuple[GpuFact, ...] = ()
     """GPUs that torch sees, in its order."""
     driver_gpus: int = 0
@@ -104,7 +104,7 @@ class NodeFacts:
     gpu_bytes: tuple[int, ...] = ()
     """Memory of each of the driver's GPUs, or of those that CUDA_VISIBLE_DEVICES names; those of unknown memory are left out."""
     driver_architectures: tuple[str, ...] = ()
-    """Of the same GPUs, such as sm_90, also of those that are hidden from the torch of the small task."""
+    """Architectures of the same GPUs, such as sm_90, also of those that are hidden from the torch of the small task."""
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES there; None: it isn't set."""
     architectures: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ class NodeFacts:
     """Torch is a build with CUDA."""
     rollout_units: float = 0.0
     held_units: float = 0.0
-    """Those of them that actors hold."""
+    """Units of these that actors hold."""
     cpus: float = 0.0
     free_cpus: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class NodeFacts:
     loopback_obstacle: str = ""
     """Why processes there don't reach each other at 127.0.0.1; empty: they do."""
     compilers: tuple[str, ...] = COMPILERS
-    """Those of COMPILERS that are on the node's PATH."""
+    """Compilers of COMPILERS that are on the node's PATH."""
 
 
 Nodes = Sequence[NodeFacts]

@@ -172,7 +172,8 @@ class NodeGpus:
 
 
 def on_gpus_of_nodes(shape: ModelShape, config: RunConfig, nodes: Sequence[NodeGpus]) -> Iterator[Complaint]:
-    """As on_gpus. Nodes with fewer GPUs than a tensor-parallel group or an engine needs are left out: no such group is placed there."""
+    """The rule of on_gpus, on the GPUs of nodes. Nodes with fewer GPUs than a tensor-parallel group or an engine needs are left out: no
+    such group is placed there."""
     learner, engine = config.learner.tensor_parallel, config.rollout.engine.tensor_parallel
     largest = max((int(node.count) for node in nodes if node.sizes), default=GPUS_PER_NODE)
     yield from on_gpus(
@@ -240,7 +241,7 @@ def is_held(gpu: GpuFact) -> bool:
 
 
 def loads_by_gpu(shape: ModelShape, config: RunConfig, gpu_bytes: int) -> list[int]:
-    """For each GPU that the run begins with, bytes that its rank and engines take of it in any case: what stays of the rank that has least,
+    """Bytes that rank and engines take in any case of each GPU that the run begins with: what stays of the rank that has least,
     and what an engine doesn't start without. An elastic pool need not grow.
 
     Args: gpu_bytes: of such a GPU.

@@ -166,7 +166,7 @@ def units_for_all_workers(nodes: Nodes, config: RunConfig) -> Iterator[Complaint
 
 
 def requests(nodes: Nodes, config: RunConfig) -> list[Request]:
-    """For each kind of resource: what the run asks of Ray, what the nodes have, and what of that is free. To a Ray of the run's own all
+    """What the run asks of Ray of each kind of resource, what the nodes have, and what of that is free. To a Ray of the run's own all
     GPUs are free; those of which other processes hold much aren't."""
     rollout, learner = config.rollout, config.learner
     ranks, workers = counted(learner.world_size, "rank"), counted(rollout.workers, "worker")

@@ -32,7 +32,7 @@ from evenkeel.rollout.engine_settings.engine_ranks import UNREPORTED_ROUTES
 
 
 class Architecture(NamedTuple):
-    """Of a GPU. Later ones are greater."""
+    """The architecture of a GPU. Later ones are greater."""
 
     major: int
     minor: int
@@ -152,9 +152,10 @@ def architecture_of(name: str) -> Architecture | None:
 
 PaperRule = Callable[[PaperFacts, RunConfig], Iterator[Complaint]]
 SettingsRule = Callable[[RunConfig], Iterator[Complaint]]
-"""Of settings alone, so that it can be applied before anything is known of the model."""
+"""A rule of settings alone, so that it can be applied before anything is known of the model."""
 FLOAT8_FAMILIES = ("qwen3", "qwen3_moe", "mixtral", "olmoe")
-"""By model_type: an engine's weights were compared with those that it was sent. SGLang's loader of Llama leaves out the scales."""
+"""Families, by model_type, of which an engine's weights were compared with those that it was sent. SGLang's loader of Llama leaves out the
+scales."""
 LESS = "Use machines with more memory, shorter answers (rollout.engine.context_length), or fewer (groups_per_step)"
 
 

@@ -97,7 +97,7 @@ def check_on_paper(config: RunConfig, *, meant: Sequence[Gpus] | None = None) ->
 
 
 def _of_folder(config: RunConfig, folder: Path, meant: Sequence[Gpus] | None) -> tuple[RunConfig, PaperFacts]:
-    """As check_on_paper. Args: folder: with the model's config.json, unless it lacks that."""
+    """The complaints of check_on_paper. Args: folder: with the model's config.json, unless it lacks that."""
     refused: list[EvenkeelError] = []
     lacking: list[EvenkeelError] = []
     has_weights = meant is None and HubName.of(config.model) is None

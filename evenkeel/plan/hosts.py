@@ -125,7 +125,7 @@ WIDE, FETCHED = "wide fields in the object store", "wide fields, fetched to the 
 BATCHES, FOR_CHECKPOINTS = "batches in the object store", "answers, fetched to the object store for a checkpoint"
 ANSWERS = "answers in the object store"
 OF_LEARNER, OF_ENGINES = "weights, gradients and optimizer", "engines' weights"
-"""Of sides that compute on the CPU, where they are all the time."""
+"""Parts of sides that compute on the CPU, where they are all the time."""
 TRANSFERS = 2
 """Buckets of weights that an engine has in shared memory at the same time."""
 

@@ -83,7 +83,7 @@ _VARIED = (
     *("distributed_optimizer", "recompute_activations"),
 )
 GPUS_PER_NODE = 8
-"""Where nothing is known of the nodes."""
+"""GPUs of a node where nothing is known of the nodes."""
 # A tensor-parallel group stays inside a node.
 _LARGEST_TENSOR_PARALLEL = 8
 

@@ -190,7 +190,8 @@ def _angle_bytes(shape: ModelShape, tokens: int) -> int:
 
 
 def _gate_backward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> float:
-    """Where the gate's product goes back, beyond what the layer keeps and the gradient of its output; of experts also their first product.
+    """Bytes where the gate's product goes back, beyond what the layer keeps and the gradient of its output; of experts also their first
+    product.
 
     The product after the gate gives its weight's gradient, too, which is the larger one where tokens are few. Experts' rows are weighed in
     float32: in half precision the gradient, those of both factors in float32 and one rounded, less what was kept rounded.

@@ -22,7 +22,7 @@ class ModelShape:
 
     model_type: str
     family: ModelFamily
-    """With the optional parts that the config.json asks for."""
+    """Family with the optional parts that the config.json asks for."""
     layers: int
     hidden: int
     vocabulary: int
@@ -73,7 +73,7 @@ class ModelShape:
 
     @property
     def sizes(self) -> SimpleNamespace:
-        """Under the names of a transformers config, for learner/model_fit.py."""
+        """Sizes under the names of a transformers config, for learner/model_fit.py."""
         return SimpleNamespace(
             model_type=self.model_type,
             num_hidden_layers=self.layers,

@@ -31,11 +31,11 @@ from evenkeel.correction.diagnostics.quantities import Unit
 from evenkeel.correction.early_warning.monitor import Event, ReferenceLevel, State
 
 COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8", "#c94f5c", "#8a8f2f")
-"""Of middle lightness: to be seen on a light and on a dark page."""
+"""Colours of middle lightness: to be seen on a light and on a dark page."""
 
 
 MOST_POINTS = 5000
-"""Of a curve. Of a longer one, which has more points than the picture has pixels, the first and the last are drawn, and the lowest and the
+"""Points of a curve. Of a longer one, which has more than the picture has pixels, the first and the last are drawn, and the lowest and the
 highest of each part."""
 
 
@@ -86,7 +86,7 @@ class StepColumns:
         """Args: steps: in order; each is looked at once and not kept."""
         self.last: StepMetrics | None = None
         self.workers: dict[str, WorkerTotals] = {}
-        """By name, in the order in which they came."""
+        """Workers by name, in the order in which they came."""
         self._steps = array("q")
         # Places in `_steps`, and values.
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
