@@ -179,8 +179,7 @@ class DeadlinesConfig(Settings):
     start_s: PositiveFloat = 600.0
     """Longest start of an engine or of the learner's ranks, seconds. Until a first engine is up, each start is tried three times."""
     part_heartbeat_s: PositiveFloat = 120.0
-    """Trajectory queue, correction service and learner ranks count as dead when their processes give no sign of life for this long,
-    seconds."""
+    """Correction service and learner ranks count as dead when their processes give no sign of life for this long, seconds."""
     batch_s: PositiveFloat = 600.0
     """Longest wait for a training batch while workers are there but not one group is finished, seconds."""
     step_s: PositiveFloat = 1800.0

@@ -1,7 +1,7 @@
 """What a restart needs besides the learner's own state, saved in the same checkpoint at the same moment.
 
-Saved after a step is settled, while the learner is idle: the queue's counts and contents (finished groups whole, groups in flight by
-their prompts, which are sampled again), and the step. The position in the data is the queue's count of admitted prompts, because they are
+Saved after a step is settled, while the learner is idle: the book's counts and contents (finished groups whole, groups in flight by
+their prompts, which are sampled again), and the step. The position in the data is the book's count of admitted prompts, because they are
 admitted in order; a group's number is its prompt's position.
 
 JSON and arrays: reading them runs nothing. A prompt is kept without its metadata, which may be anything; the task makes it again
@@ -75,7 +75,7 @@ class TrainingState:
     data: str = ""
     """Fingerprint of the training questions (Task.fingerprint); empty: not known."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """The run's settings, with which the queue's groups were sampled; its folder may have those of a resume that saved nothing yet."""
+    """The run's settings, with which the book's groups were sampled; its folder may have those of a resume that saved nothing yet."""
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint's state folder. Raises: OSError."""
@@ -169,7 +169,7 @@ def _with_prompts(queue: QueueSnapshot, prompt_of: Callable[[Prompt, int], Promp
     return replace(queue, in_flight=tickets, finished=tuple(map(changed, queue.finished)))
 
 
-# Dataclasses as JSON and arrays, and back: what a checkpoint holds of the queue, without anything that runs when it is read.
+# Dataclasses as JSON and arrays, and back: what a checkpoint holds of the book, without anything that runs when it is read.
 #
 # Numbers in a row (token ids, logprobs) go into one column for each type of number; JSON says which part of it.
 
@@ -259,7 +259,7 @@ def of_plain(kind: Any, plain: Any, columns: Mapping[str, np.ndarray], names: Ma
 
 @functools.cache
 def _types_of_fields(kind: type, names: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """The types of a dataclass's fields. Cached: looking them up for each trajectory would take most of the time of reading a queue."""
+    """The types of a dataclass's fields. Cached: looking them up for each trajectory would take most of the time of reading a book."""
     return typing.get_type_hints(kind, localns={**dict(names), "array": _Array})
 
 

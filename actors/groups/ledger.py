@@ -205,7 +205,7 @@ def outstanding_ids(queue: QueueSnapshot) -> list[str]:
 
 
 def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
-    """What doesn't add up in a snapshot of the queue, and in the ledger's mark if there is one, with ids; None: it is balanced."""
+    """What doesn't add up in a snapshot of the book, and in the ledger's mark if there is one, with ids; None: it is balanced."""
     held = outstanding_ids(queue)
     unreported = [group.prompt_id for group in queue.unreported]
     if twice := [prompt_id for prompt_id, times in Counter([*held, *unreported]).items() if times > 1]:

@@ -272,7 +272,7 @@ _TIME = [
         _U.SECONDS,
         _R.LAST,
         "hand-over",
-        "The part of wait/learner_s after the driver had the batch's last group: queue, correction, forward passes and calls.",
+        "The part of wait/learner_s after the driver had the batch's last group: correction, forward passes and calls.",
     ),
     _gauge(
         "wait/rollout_s",

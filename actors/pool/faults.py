@@ -10,7 +10,7 @@
 * Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (correction service). When most groups
   come so, work is handed out one group at a time, after pauses that double; after half an hour of pauses the run ends (Scoring). So
   it does when a worker that starts gets no score for its sample, in a run that has had scores: that is no engine lost.
-* Queue or reward late: the run waits and says so; nothing is killed.
+* Reward late: the run waits and says so; nothing is killed.
 * Infrastructure (an actor can't be reached at present): the call is repeated (supervision.call_with_retries), and the heartbeat decides
   whether the actor is lost. A group is discarded after MAX_UNREACHED such calls.
 """

@@ -187,7 +187,7 @@ class RolloutWorker:
         return answer
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
-        """Scored answers to each prompt (evaluation); not put into the queue. Raises: as `generate_group`."""
+        """Scored answers to each prompt (evaluation), which the book knows nothing of. Raises: as `generate_group`."""
         spoilt = self._spoilt
         answers = await self._until_withdrawn([self._answer(prompt, how) for prompt in prompts])
         await self._of_known_weights(spoilt)

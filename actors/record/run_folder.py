@@ -6,7 +6,7 @@
     monitor.jsonl                   one line an event of the early warning: step, name (the symptom), state, value, growth, message
     clipped_tokens.jsonl            one line a step that clipped any: [token id, how often] of the most frequent ones, by advantage
     answer_lengths.jsonl            one line a step: tokens of one answer of each trained group
-    ledger.jsonl                    one line a prompt that has left the queue (actors/groups/ledger.py)
+    ledger.jsonl                    one line a prompt that has left the book (actors/groups/ledger.py)
     rewound.jsonl                   lines of the .jsonl files before the ledger that a resume took back (nothing of them is deleted)
     events.log                      what happened: time, level, [what it says of the run's end], text (RunEvent)
     tensorboard/                    event files                          wandb_id, wandb/     with metrics.wandb_project

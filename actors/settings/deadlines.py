@@ -6,7 +6,7 @@ wait is longer than what it waits for may take with all of its attempts.
 
 A worker is lost if its process or its engine ends, or misses its heartbeat; or if it fails to load weights that are on its node: an update
 isn't done in update_s, fails or has no answer three times in a row, or its engine is dirty a fourth time before it has finished a group. A
-worker is never lost because answers, rewards, the queue or weights on their way to its node are late.
+worker is never lost because answers, rewards or weights on their way to its node are late.
 """
 
 from __future__ import annotations

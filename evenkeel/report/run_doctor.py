@@ -84,7 +84,7 @@ class LinesRead:
 class _Seen:
     """Prompts that have been met: a bit for each that ends in a number, as a task's do, so that ten million of them are 1.3 MB.
 
-    Their order doesn't help: groups leave the queue in another order than they came, and a ledger that was set aside is read after the
+    Their order doesn't help: groups leave the book in another order than they came, and a ledger that was set aside is read after the
     later one.
     """
 

@@ -171,11 +171,11 @@ def test_the_real_actors_train_on_what_is_replayed() -> None:
     found = re.findall(r"(\d+) workers, 6 groups and ([\d.]+) million tokens a step", told)
     assert [workers for workers, _ in found] == ["2", "5"]
     assert all(0.3 < float(millions) * 1e6 / (6 * 8 * (100 + 200)) < 3 for _, millions in found), "prompts of 200 tokens each, and answers"
-    for process in ("driver", "queue", "service", "rank", "host 0", "host 1"):
+    for process in ("driver", "service", "rank", "host 0", "host 1"):
         assert len(re.findall(rf"^  {process} +[\d.]+ CPU s for a million tokens", told, re.MULTILINE)) == 2
     made = r"^  [\d.]+ calls of Ray's for a group of 800 tokens, made by: driver ([\d.]+), service [\d.]+$"
     calls = re.findall(made, told, re.MULTILINE)
-    assert len(calls) == 2, "neither workers nor queue call anybody for a group"
+    assert len(calls) == 2, "workers call nobody for a group"
     assert all(float(driver) > 1 for driver in calls)
     compared = re.findall(r"^  a version's probe was answered and compared ([\d.]+) times, of (\d) workers", told, re.MULTILINE)
     assert [workers for _, workers in compared] == ["2", "5"]
