@@ -58,11 +58,6 @@ class ScalingDecision:
     """For people, with the numbers."""
 
 
-def discarded_as(reason: str) -> str:
-    """Name of the number of groups discarded for this reason, among the book's counts."""
-    return f"discarded ({reason})"
-
-
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """A place: the right to sample one group."""

@@ -1,6 +1,6 @@
 """A prompt becomes its group of scored trajectories: where engine, tokenizer and reward processes meet.
 
-What it is not: it doesn't choose prompts (actors.pool.pool does), and hands nothing on (the rollout worker does).
+What it is not: it doesn't choose prompts (actors/driver/controller.py does), and hands nothing on (the rollout worker does).
 """
 
 from __future__ import annotations

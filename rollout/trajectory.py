@@ -279,7 +279,7 @@ class GroupFacts(_Answers[AnswerFacts]):
     """Bytes of its wide fields, if these are sent as an object of their own; otherwise 0."""
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """Pickle as plain tuples: facts cross four processes, and each dataclass in them would be pickled by slow Python code."""
+        """Pickle as plain tuples: facts cross three processes, and each dataclass in them would be pickled by slow Python code."""
         answers = [
             (tokens, [(span.version, span.start, span.end) for span in spans], *others)
             for tokens, spans, *others in map(_facts_of, self.trajectories)

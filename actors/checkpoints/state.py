@@ -59,7 +59,7 @@ class TrainingState:
     step: int
     """Steps done."""
     weight_version: int
-    """Version of the learner's weights; equals step unless a step published nothing."""
+    """Version of the learner's weights: one a step."""
     elapsed_s: float
     """Wall time of the run, all its parts together."""
     queue: QueueSnapshot

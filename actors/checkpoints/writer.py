@@ -88,8 +88,8 @@ class CheckpointWriter:
             learner: idle.
             state: of everything else; asked when the learner has its copy.
         Raises: LedgerError; ActorLost: another attempt would meet the same loss; what else went wrong, if this is the last of ATTEMPTS.
-            Before that it is reported, and `is_due` at the next step. ActorUnavailable is such a loss only in the ranks' copy, a collective
-            call that one of them may have missed; whatever else can't be reached is asked again at the next step.
+            Before that it is reported, and `is_due` at the next step. ActorUnavailable is raised only of the ranks' copy, a
+            collective call that one of them may have missed; whatever else can't be reached is asked again at the next step.
         """
         began, is_copying = time.monotonic(), False
         self._begun = step

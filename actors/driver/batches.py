@@ -272,7 +272,7 @@ class BatchAhead:
             correction: of all of the batch, whatever the run's becomes meanwhile.
             changes: of the book.
             ask: calls a method of the service by its name, with arguments and `deadline_s`, until it answers.
-            gather_s: seconds for which a drawn group waits for others until the learner does.
+            gather_s: seconds for which a drawn group waits for others while the learner is busy.
         """
         self.version, self._correction, self._config, self._ask_service = version, correction, config, ask
         self._book, self._changes, self._gather_s = book, changes, gather_s
@@ -282,7 +282,7 @@ class BatchAhead:
         self._numbers = count()
         # Drawn, and pulled by the service.
         self._groups: dict[int, StoredGroup] = {}
-        # Groups that the service has, and that are not in the batch any more.
+        # Groups that the service has and is to forget; the next `pull` says so.
         self._lost: list[int] = []
         # Groups that no forward has been packed for, if forwards are wanted.
         self._unpacked: list[int] = []

@@ -253,7 +253,7 @@ CAUSES = (
         answers=_PARTIAL_ANSWERS,
     ),
 )
-"""Causes in the order in which they explain each other. A cause whose counts another has before it is told from that by the samples."""
+"""Causes in the order in which they explain each other. Where two have the same counts, the samples decide which it is."""
 
 
 def _met(window: Window) -> tuple[Cause, ...]:

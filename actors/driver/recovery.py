@@ -43,7 +43,7 @@ from evenkeel.rollout.tasks.tasks import Task
 # Who of a run's parts is gone: the learner's ranks and the correction service, which hold its state.
 #
 # A part is gone when Ray has seen its process end, when its heartbeat or its answers stop, or when a rank says that its device or a
-# collective has failed. An answer can be lost while all parts live. What the run does then: recovery.py.
+# collective has failed. An answer can be lost while all parts live. What the run does then is the second half of this file.
 
 T = TypeVar("T")
 # Seconds between two checks whether a part's process is there.
@@ -123,8 +123,8 @@ async def lost_among(parts: Mapping[str, Any], error: BaseException) -> Lost:
 def lost_answer(error: BaseException) -> str:
     """Says what is lost for good by this error, though all actors may be alive; empty if nothing is.
 
-    Two such errors look as if the called code had raised them: an argument of the call was lost, so that it never ran; or there was no room
-    for its result in the object store. What called code raises itself is none, unless it is an ActorLost (RankFailed).
+    Two errors of the infrastructure look as if the called code had raised them: an argument of the call was lost, so that it never ran; or
+    there was no room for its result in the object store. What called code raises itself is none, unless it is an ActorLost (RankFailed).
     """
     return str(error) if isinstance(error, ActorLost) else no_room(error) or argument_gone(error)
 

@@ -30,7 +30,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket, discarded_as
+from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket
 from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
 from evenkeel.correction.errors import LedgerError
 from evenkeel.rollout.trajectory import GroupFacts, Prompt
@@ -120,7 +120,7 @@ class GroupBook:
         self.version = self.published = snapshot.version if snapshot else 0  # engines get the checkpoint's weights
         """Versions of the learner's weights, and of the published weights: not every version is published (weight_sync.every_steps)."""
         self.admitted = snapshot.admitted if snapshot else 0
-        """Groups since the run began, as `trained`; also the id of the next one, and the position of its prompt in the data."""
+        """Groups admitted since the run began; also the id of the next one, and the position of its prompt in the data."""
         self.trained = snapshot.trained if snapshot else 0
         self.discarded_by_reason: Counter[DiscardReason] = Counter(snapshot.discarded_by_reason if snapshot else {})
         self.unreported: list[DiscardedGroup] = list(snapshot.unreported) if snapshot else []
@@ -269,7 +269,7 @@ class GroupBook:
                 self._orphans[worker] += 1
 
     def adopted(self, group_id: int) -> None:
-        """Note that a worker has taken the group, whose own one may have been lost."""
+        """Note that a worker has taken the group. If its last worker was lost, it is that one's orphan no longer."""
         if (entry := self._sampled(group_id)) is not None:
             self._adopt(entry)
 
@@ -312,8 +312,8 @@ class GroupBook:
     def draw(self, version: int, places: int) -> list[StoredGroup]:
         """Move finished groups into the batch of `version`, oldest first; those not worth training are discarded in their turn.
 
-        A place goes to a group only if all older ones, finished or not, still find theirs in time: those of admission a or before need
-        their places by version a + max_staleness, and each step until then has groups_per_step. With a straggler places stay empty.
+        A younger group gets a place only if enough are left for all older ones, finished or not: those of admission a or before need
+        theirs by version a + max_staleness, and each step until then has groups_per_step. So with a straggler some places stay empty.
         """
         groups: list[StoredGroup] = []
         before = self.discarded
@@ -450,7 +450,7 @@ class GroupBook:
     # -- looking in, saving ------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Groups by state and the totals since the run began, of discarded ones for each reason that there was, too."""
+        """Groups by state, and the totals since the run began."""
         return {
             "admitted": self.admitted,
             "trained": self.trained,
@@ -458,7 +458,6 @@ class GroupBook:
             "in_flight": self._by_state[GroupState.WAITING] + self._by_state[GroupState.SAMPLING],
             "finished": self._by_state[GroupState.FINISHED],
             "drawn": self._by_state[GroupState.DRAWN],
-            **{discarded_as(reason): groups for reason, groups in self.discarded_by_reason.items()},
         }
 
     @property

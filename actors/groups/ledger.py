@@ -1,12 +1,12 @@
-"""The ledger: every prompt of a run, once, and a check of the book of groups that doesn't believe it.
+"""The ledger: every prompt of a run, once; kept apart from the book of groups, so that it can check the book.
 
     handed out = trained + discarded + under way        lines of ledger.jsonl = trained + discarded
 
-One line of ledger.jsonl for each prompt that has left the book, with what became of it. In memory are the prompts that haven't, counted
-as they are taken from the data, and numbers of those that have, counted as their lines are written: a run of any length costs what is under
-way. The book is compared with them id by id, and the discarded ones reason by reason, at every step, checkpoint and resume; a prompt that
-was lost, doubled or used before is an error that names it. Prompts come in the order of their ids (epoch, position), so that one that comes
-again is known without those that are gone.
+One line of ledger.jsonl for each prompt that has left the book, with what became of it. Memory holds the ids of the prompts that are
+taken from the data and have no line yet, and of the others counts alone, so that it doesn't grow with the run. The book is compared with
+them id by id, and the discarded ones reason by reason, at every step, checkpoint and resume; a prompt that was lost, doubled or used before
+is an error that names it. Prompts come in the order of their ids (epoch, position), so that one that comes again is known without those
+that are gone.
 
 A checkpoint has the file's length and checksum (`LedgerMark`). A resume compares them and cuts off what came later, without parsing a line.
 """

@@ -157,7 +157,7 @@ _PROGRESS = [
         _U.ONE,
         _R.LAST,
         "weight version",
-        "Version of the published weights: the number of batches whose update was published.",
+        "Version of the learner's weights: batches that they have had. weight_sync.every_steps says which are published.",
     ),
     _counter(
         "steps/skipped_total",
@@ -208,7 +208,13 @@ _TIME = [
         "Splitting the gap of stale tokens into mismatch and staleness, for which the learner waits; on other steps (monitor.split_every) "
         "the copy of its weights that this needs; absent on steps with neither.",
     ),
-    _gauge("time/train_s", _U.SECONDS, _R.MAX, "train", "Forward, backward and optimizer of the batch, on the slowest rank."),
+    _gauge(
+        "time/train_s",
+        _U.SECONDS,
+        _R.MAX,
+        "train",
+        "Forward, backward and optimizer of the batch: in metrics.jsonl as the driver waits for it, at the ranks' endpoints their own.",
+    ),
     _gauge(
         "time/sync_s",
         _U.SECONDS,

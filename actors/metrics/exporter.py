@@ -1,4 +1,4 @@
-"""Prometheus: an endpoint for each actor, and the list of endpoints that the controller serves as HTTP service discovery.
+"""Prometheus: endpoints of workers, ranks and the driver, and their list, which the driver serves as HTTP service discovery.
 
 Each actor serves its own numbers on a port of its own, with its own registry (nothing global, so that a restarted or doubly
 imported actor starts clean). Role and name of the actor are target labels that discovery attaches; they are not on every metric.

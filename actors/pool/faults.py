@@ -7,7 +7,7 @@
 * Request failed (refused, malformed or late answer; an error that nobody has foreseen): another worker samples the group; after two
   failures it is discarded with the reason.
 * Data failed (no worker could sample the prompt): the group is discarded with the reason.
-* Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (correction service). When most groups
+* Reward failed: the trajectory is invalid; a group with fewer than two valid ones is discarded (GroupBook.draw). When most groups
   come so, work is handed out one group at a time, after pauses that double; after half an hour of pauses the run ends (Scoring). So
   it does when a worker that starts gets no score for its sample, in a run that has had scores: that is no engine lost.
 * Reward late: the run waits and says so; nothing is killed.
@@ -85,7 +85,7 @@ class WorkerLosses:
         Args:
             size: workers that the pool is to have.
             failed_starts: in the place of this one, in a row; from the second on they count as losses beyond the pool's size do.
-            is_alone: no worker is up: of those that had been up only losses in vain count, since the run waits for the next one.
+            is_alone: no worker is up, and the run waits for this one: losses of engines that had been up add no pause, unless in vain.
         """
         return max(self._pauses_s(size, failed_starts, is_alone=is_alone).values())
 

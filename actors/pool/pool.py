@@ -555,7 +555,7 @@ class RolloutPool:
             self.wake()
 
     async def _sample(self, worker: WorkerHandle, ticket: Ticket) -> None:
-        """Have a worker sample a group that it took; if it fails the group waits again, and the book takes it once."""
+        """Have a worker sample a group that it took; if that fails it waits again. The book takes the first answer and no later one."""
         group_id, lived = ticket.group_id, False
         outcome = found = payload = None
         wide = list[Any]()

@@ -230,8 +230,8 @@ class RolloutWorker:
             buckets: references to WeightBuckets. A node fetches them once, for all of its engines, which read them in its object store.
             checksums: of what has to arrive, and of what the engine has to hold then; None: not compared, and not asked of the engine.
             generation: of the version; the receipt names both.
-        Raises: LateError if they don't come to this node; SyncError, and the engine is dirty if it had begun to take them; not begun, if
-            others are asked for meanwhile.
+        Raises: LateError if they don't come to this node. SyncError if the engine fails while it takes them, and is dirty then; or if
+            others were asked for meanwhile, and nothing has begun.
         """
         began, this_update = time.monotonic(), self._number_of_update(version, generation)
         *fetched, expected = await self._fetched(version, [*buckets, checksums.by_name if checksums is not None else None])

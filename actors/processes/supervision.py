@@ -25,7 +25,6 @@ from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExce
 log = logging.getLogger("evenkeel")
 _NO_ROOM = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 T = TypeVar("T")
-U = TypeVar("U")
 USUAL_START = 1 / 3
 """Share of the start deadline. If the start of an engine or a rank takes longer, its notices become warnings."""
 
@@ -191,14 +190,14 @@ async def until_silent(
     pause: Callable[[], Awaitable[None]],
     half_over: Callable[[], object] = lambda: None,
 ) -> None:
-    """Returns when a process has given no sign for `limit_s` seconds: no answer to `misses` calls in a row, each waited for as long as the
-    others. Calls are counted, not time: this process may have stood still itself. At half of the limit stacks are collected (HALF_OVER).
+    """Returns when a process has given no sign for `limit_s` seconds: no answer to `misses` calls in a row, each within limit_s / misses.
+    Calls are counted, not time: this process may have stood still itself. At half of the limit stacks are collected (HALF_OVER).
 
     Args:
         call: asks for a sign. Where the process can't be reached, which Ray says at once, it is made again: a moment later there may be a
             network again.
         what: the wait's name.
-        on_answer: takes an answer. Returns: seconds of limit_s for which what the process looks after has been silent itself.
+        on_answer: takes an answer. Returns: for how many seconds of limit_s the engine that it looks after has been silent.
         pause: waits after an answer, until the process is to be called again.
         half_over: called when half of the limit is over.
     Raises: as wait_for, but for the deadline: what the process raises, or ActorLost.
@@ -262,17 +261,6 @@ async def first_error(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     finally:
         for task in running:
             task.cancel()
-
-
-async def together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
-    """The results of both, which run at the same time; an error of one cancels the other."""
-    one, other = asyncio.ensure_future(first), asyncio.ensure_future(second)
-    try:
-        await asyncio.gather(one, other)
-        return one.result(), other.result()
-    finally:
-        one.cancel()
-        other.cancel()
 
 
 async def unless_set(event: asyncio.Event, work: Awaitable[T]) -> T | None:

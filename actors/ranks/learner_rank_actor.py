@@ -51,7 +51,7 @@ ABORTABLE = frozenset({"step", "proximal", "reference_logprobs", "at_sampling"})
 class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
     """One Megatron rank in a process of its own. Calls run one after the other, as they arrive with their arguments.
 
-    Collective ones say first which number they have among those of their caller. Rank 0 answers them; the others return nothing.
+    A collective call's first argument is its number (collective_calls.py). Rank 0 returns the answer, the others None.
     """
 
     def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:

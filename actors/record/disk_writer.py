@@ -108,7 +108,7 @@ class FileThread:
 class _Line(NamedTuple):
     step: int
     append: Callable[..., object]
-    """Of lines with an equal one each comes after those before it: a method of the file's object."""
+    """A method of the file's object. Lines with the same one are written in their order."""
     arguments: tuple[Any, ...]
 
 

@@ -483,8 +483,8 @@ class RepeatedWarnings:
 class ProbeWatch:
     """The probe of each weight sync against what its type of numbers allows at the model's depth.
 
-    A cause is reported once, not at each version. Engines that compute otherwise show at their first version, whose weights were compared
-    by checksums; weights that haven't arrived differ by more than these engines do then.
+    A cause is reported once, not at each version. The first probe of an engine is of weights that checksums have compared, so a
+    difference there means other kernels. A much larger one later means that weights haven't arrived.
     """
 
     def __init__(self, limits: ProbeLimits) -> None:

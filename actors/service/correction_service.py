@@ -71,8 +71,8 @@ class _Pulled:
 class CorrectionService(HeartbeatActor):
     """Packs, corrects and diagnoses; used as a Ray actor (async).
 
-    A call for a batch names its version and has a number. The same call again, because its answer was lost, changes nothing and gets the
-    same answer. The first call for a version ends the preparation of the one before.
+    A call that prepares a batch names its version and has a number. The same call again, because its answer was lost, changes nothing and
+    gets the same answer; diagnostics are asked for once. The first call for a version ends the preparation of the one before.
     """
 
     def __init__(self, config: RunConfig, monitor_state: Mapping[str, Any] | None = None) -> None:
@@ -93,8 +93,8 @@ class CorrectionService(HeartbeatActor):
         self._answers: dict[int, asyncio.Task[Any]] = {}
         # By version: the batch ahead, the one that the learner has, and the one before, which is diagnosed while it has that.
         self._undiagnosed: dict[int, _Undiagnosed] = {}
-        # By version, of batches whose KL to the start model is reported: its logprobs, which are no part of the batch that is trained.
-        self._references: dict[int, Tensor] = {}
+        # Logprobs of the start model by version, of batches whose KL to it is reported and not trained on.
+        self._reference_logprobs: dict[int, Tensor] = {}
         self._scatter = ScatterReservoir()
 
     # -- preparation -------------------------------------------------------------------------------------------------
@@ -202,7 +202,8 @@ class CorrectionService(HeartbeatActor):
         if chunks:
             batch = await asyncio.to_thread(_put_in_place, batch, chunks)
         if not needs_reference_logprobs(correction) and batch.reference_logprobs is not None:
-            self._references = {v: kept for v, kept in self._references.items() if v >= version - 1} | {version: batch.reference_logprobs}
+            newest = {v: kept for v, kept in self._reference_logprobs.items() if v >= version - 1}
+            self._reference_logprobs = newest | {version: batch.reference_logprobs}
             batch = replace(batch, reference_logprobs=None)  # what is trained is what would be without a report
         split: Mapping[str, float] = {}
         if found is not None:
@@ -269,7 +270,7 @@ class CorrectionService(HeartbeatActor):
         Returns: None if the batch isn't held (any more), or is left out because another one waits for its turn already.
         """
         trained = self._undiagnosed.pop(version, None)  # its tensors live as long as this call
-        reference = self._references.pop(version, None)
+        reference = self._reference_logprobs.pop(version, None)
         if trained is not None:
             self._go_on_to(version + 1)
         if trained is None or self._waiting_to_observe:

@@ -15,9 +15,9 @@ late on their way to its node (LateError) is not counted: it goes on waiting for
 
 Transports: Ray's object store, or a torch.distributed broadcast, without a copy in that store. A broadcast group belongs to one
 set of workers: when that changes, or a collective fails, a new one is built during training, and versions go through the object store until
-it is whole. Who joins gets them so, outside the others' group, until it is verified. An engine that needs a version that was broadcast
-only waits for the next one, which is stored as well, so that it makes no work for the learner. If no other engine has that version, or the
-next one is overdue, the learner copies it to the store, once for all who need it.
+it is whole. An engine that joins gets its first version in this way, outside the others' group, until it is verified. An engine that needs
+a version that was broadcast only waits for the next one, which is stored as well, so that it makes no work for the learner. If no other
+engine has that version, or the next one is overdue, the learner copies it to the store, once for all who need it.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class WeightSync:
         others = len(self._targets) - len(members)
         plan = replace(
             self._plan,
-            # One who comes while the learner stands at a version that isn't published could not be given this one any more.
+            # With every_steps > 1 the learner goes on to versions that aren't published: an engine that joins then needs a stored one.
             stores=not members or others > 0 or self._config.every_steps > 1,
             broadcasts=bool(members),
             checksums=self._versions.newest is None,  # all engines wait for the first; for who joins later a task makes them
@@ -245,7 +245,8 @@ class WeightSync:
                 (published, checksums), began = at_hand, asyncio.get_running_loop().time()
                 buckets = published.snapshot.buckets
                 await self._throttle.wait()
-                if published is not self._versions.newest and not checksums:  # else it would never get any that take longer than a step
+                # Outdated ones are for an unverified engine alone, which may need longer than a step for any.
+                if published is not self._versions.newest and not checksums:
                     continue
                 version, is_asked = published.version, True
                 self._end_probe(target)

@@ -173,8 +173,8 @@ def hosts(shape: ModelShape, config: RunConfig, *, gpus_per_node: int, nodes: in
 
 
 def of_driver(shape: ModelShape, config: RunConfig) -> dict[str, int]:
-    """Driver and correction service. The driver holds references and facts alone, 2 to 4 MiB in that measurement; but for a
-    checkpoint the driver fetches all answers that are finished and not trained, and puts them together with their wide fields.
+    """Driver and correction service. The driver holds references and facts alone, 2 to 4 MiB in that measurement; but for a checkpoint it
+    fetches all answers that are finished and not trained, and puts them together with their wide fields.
 
     The service has the answers of two batches, one being packed and one drawn ahead, and three corrected: one in preparation, one in
     training and one that is being looked at. Two lie in the object store. None of them holds wide fields: what stands for them are keys.

@@ -18,7 +18,7 @@ import pytest
 import ray.exceptions
 
 from evenkeel.actors.carriers import WaitNotice
-from evenkeel.actors.processes.supervision import HALF_OVER, LongWait, call_with_retries, together, unwrapped, wait_for
+from evenkeel.actors.processes.supervision import HALF_OVER, LongWait, call_with_retries, unwrapped, wait_for
 from evenkeel.correction.errors import ActorLost, ActorUnavailable, DeadlineExceeded, EngineError, SyncError, counted
 from tests.actors.simulated_time import simulate
 
@@ -222,31 +222,6 @@ def test_a_wait_cancelled_as_its_task_fails_leaves_nothing_unseen() -> None:
     asyncio.run(scenario())
     gc.collect()
     assert unseen == []
-
-
-def test_of_two_that_run_side_by_side_the_first_error_ends_the_other() -> None:
-    ended: list[str] = []
-
-    async def slow() -> str:
-        try:
-            await asyncio.sleep(30.0)
-        except asyncio.CancelledError:
-            ended.append("slow")
-            raise
-        return "never"
-
-    async def fails() -> str:
-        await asyncio.sleep(0.01)
-        raise EngineError("no queue")
-
-    async def scenario() -> None:
-        assert await together(asyncio.sleep(0.02, 1), asyncio.sleep(0.01, "two")) == (1, "two"), "in their order"
-        with pytest.raises(EngineError, match="no queue"):
-            await together(slow(), fails())
-        await asyncio.sleep(0)
-        assert ended == ["slow"]
-
-    asyncio.run(scenario())
 
 
 def test_outside_a_session_nothing_starts_or_joins_a_ray() -> None:
