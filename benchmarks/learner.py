@@ -3,7 +3,7 @@
     python benchmarks/learner.py [--size 3M 60M] [--batch ragged groups] [--pairs 7] [--threads 1] [--check]
 
 The rival runs in two forms: one padded batch, and one sequence at a time, accumulating gradients (the honest one: most of what packing
-gains is the padding). Both have transformers' Qwen3ForCausalLM with sdpa, compute no logits before the first trained token's, and make the
+gains is the padding). Both have transformers' model with sdpa, compute no logits before the first trained token's, and make the
 same update: the same gradient, clipped, and AdamW. That the three gradients have the same norm is checked on the way. The learner does its
 whole step, correction and entropies included.
 Batches: `ragged` has sequences of their own with lengths from a fifth of the longest on (fill, real tokens over padded positions, about
@@ -58,7 +58,7 @@ class Rival:
     def __init__(self, folder: Path, batch: PackedBatch) -> None:
         import transformers
 
-        self._model = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.0, betas=UPDATE["betas"], weight_decay=0.0)
         of_token = batch.token_ids, batch.loss_mask, batch.advantages / batch.loss_mask.sum()
         self._ids, self._masks, self._scales = (values.split(batch.lengths.tolist()) for values in of_token)

@@ -33,6 +33,10 @@ KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": 
 """Environment variables of a process that multiplies matrices on a CPU: sizes of oneDNN's cache of compiled kernels, and of torch's
 cache in front of it, which holds the same kernels. Each keeps 1,024 by default. An engine, whose prefills have any number of tokens, would
 then grow for an hour, by more than half a gigabyte."""
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""Environment variables of the same processes: glibc keeps what is freed, for buffers up to 32 MiB (its limit), and gives nothing back by
+itself. By default a step's large buffers, such as the probabilities of all words for all requests, are mapped anew each time, and a page
+fault for each of their pages takes three times as long as to compute them. `give_back` below returns them now and then all the same."""
 _DECIDE = "Decide it first: for a run actors/settings/resolve.py does, for an engine or a learner alone the section's on_this_machine()"
 
 

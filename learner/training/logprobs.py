@@ -1,17 +1,19 @@
 """Logprobs and entropy of sampled tokens, from hidden states, without the logits of a whole batch in memory.
 
 The head is applied to `chunk_tokens` tokens at a time, forward and again backward, and split over the vocabulary under tensor parallelism.
-Between the two passes log p of the last chunk is kept, 4 c V: a batch of one chunk isn't computed twice.
+Between the two passes log p of the last chunk is kept, 4 c V: a batch of one chunk isn't computed twice. A smaller chunk comes first, so
+that a whole one is kept.
 
 Peak memory. With c = chunk_tokens, M predictions of C targets each, hidden size H, and V rows of the head on this rank, in bytes:
 
     forward    8 c V  +  4 M (C + 2)                               logits and their exponentials; results and normalisers
     backward   8 c V  +  4 M (C + 2)  +  4 M H  +  4 V H           log p and its slope; what forward kept; the two gradients
 
-both plus O(c C). In bfloat16 backward has 2 M H, and max(8 c V + 4 V H, 2 c V + 6 V H): a chunk's part of the head's gradient is a tensor
-of its own, added up in float32. Padding rows of the vocabulary add a copy of the head's gradient. Where
-engines/matrix_products.py multiplies, a c up to 512 that is no multiple of 16 counts as the next one. Only M C and M H grow
-with the batch; the plain way, log_softmax of all logits, takes 8 M V and more. (batch_invariant keeps more tables of c V in forward.)
+both plus O(c C); on a CPU at most 4 CACHED of the second table at a time. In bfloat16 backward has 2 M H, and
+max(8 c V + 4 V H, 2 c V + 6 V H): a chunk's part of the head's gradient is a tensor of its own, added up in float32. Padding rows of the
+vocabulary add a copy of the head's gradient. Where engines/matrix_products.py multiplies, a c up to 512 that is no multiple of 16 counts as
+the next one. Only M C and M H grow with the batch; the plain way, log_softmax of all logits, takes 8 M V and more. (batch_invariant keeps
+more tables of c V in forward.)
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from torch import Tensor
 from evenkeel.engines.operators import head_logits, log_softmax
 
 _Values = tuple[Tensor, Tensor, Tensor]
+CACHED = 1 << 21
+"""Numbers of a chunk's table that a CPU takes through all steps of a softmax before it takes the next ones: they stay in its cache, and no
+second table is mapped anew for each chunk, whose pages would take longer than the exponentials."""
 
 
 def head_logprobs(
@@ -118,9 +123,9 @@ class _HeadLogprobs(torch.autograd.Function):
                 None if logprob_grad is None else logprob_grad[chunk],
                 None if entropy_grad is None else entropy_grad[chunk, None],
                 *_local_ids(targets[chunk], start, weight.shape[0]),
-            )
+                temperature,
+            ).to(hidden.dtype)
             del log_p
-            grad = grad.div_(temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=hidden_grad[chunk])
             if grad.dtype == weight_grad.dtype:
                 weight_grad.addmm_(grad.t(), hidden[chunk])
@@ -131,7 +136,15 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    """At most `size` each; the smaller one, if there is any, is the first."""
+    ends = range(count, 0, -size)
+    return [slice(max(end - size, 0), end) for end in reversed(ends)]
+
+
+def _row_blocks(table: Tensor, group: Any = None) -> list[slice]:
+    """Rows of a table [m, V] that are taken through a softmax at a time; all of them where ranks share them, or a GPU has them."""
+    in_one = group is not None or table.device.type != "cpu"
+    return _chunks(len(table), len(table) if in_one else max(1, CACHED // table.shape[1])) if len(table) else []
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -143,37 +156,53 @@ def _values(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float,
     """What is computed for a chunk of m rows: [m, C] logprobs of the targets, [m] entropies, [m] log sum exp of the logits over
     temperature; and [m, V] log p."""
     logits = scaled_logits(hidden, weight, temperature)
+    local, is_local = _local_ids(targets, start, weight.shape[0])
+    blocks = [_normalize(logits[rows], local[rows], is_local[rows], group) for rows in _row_blocks(logits, group)]
+    logprobs, entropies, normalizers = (torch.cat(values) for values in zip(*blocks, strict=True))
+    return (logprobs, entropies, normalizers), logits
+
+
+def _normalize(logits: Tensor, local: Tensor, is_local: Tensor, group: Any) -> _Values:
+    """What `_values` computes, of some rows, [n, V], which become log p in place."""
     largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
     logits -= largest[:, None]
-    local, is_local = _local_ids(targets, start, weight.shape[0])
     target_logits = torch.where(is_local, logits.gather(-1, local), 0.0)
     exponentials = logits.exp()
     sums = torch.stack([exponentials.sum(-1), (exponentials.mul_(logits)).sum(-1), *target_logits.unbind(-1)])
     total, weighted, *columns = _all_reduce(sums, group, dist.ReduceOp.SUM)
     log_total = total.log()
     logits -= log_total[:, None]
-    return (torch.stack(columns, -1) - log_total[:, None], log_total - weighted / total, log_total + largest), logits
+    return torch.stack(columns, -1) - log_total[:, None], log_total - weighted / total, log_total + largest
 
 
 def _logits_grad(
-    log_p: Tensor, entropy: Tensor, logprob_grad: Tensor | None, entropy_grad: Tensor | None, local: Tensor, is_local: Tensor
+    log_p: Tensor,
+    entropy: Tensor,
+    logprob_grad: Tensor | None,
+    entropy_grad: Tensor | None,
+    local: Tensor,
+    is_local: Tensor,
+    temperature: float,
 ) -> Tensor:
-    """Gradient of the logits of a chunk, [m, V] float32, in the memory of their log p.
+    """Gradient of the logits of a chunk before they are divided by the temperature, [m, V] float32, in the memory of their log p.
 
     Args:
         entropy, entropy_grad: [m, 1]. logprob_grad, local, is_local: [m, C].
     """
-    if entropy_grad is None:
-        grad = log_p.exp_()
-        grad *= 0.0 if logprob_grad is None else -logprob_grad.sum(-1, keepdim=True)
-    else:
-        slope = log_p.add(entropy).mul_(entropy_grad)
+    for rows in _row_blocks(log_p):
+        block = log_p[rows]
+        if entropy_grad is None:
+            block.exp_()
+            block *= 0.0 if logprob_grad is None else -logprob_grad[rows].sum(-1, keepdim=True)
+        else:
+            slope = block.add(entropy[rows]).mul_(entropy_grad[rows])
+            if logprob_grad is not None:
+                slope += logprob_grad[rows].sum(-1, keepdim=True)
+            block.exp_().mul_(slope).neg_()
         if logprob_grad is not None:
-            slope += logprob_grad.sum(-1, keepdim=True)
-        grad = log_p.exp_().mul_(slope).neg_()
-    if logprob_grad is not None:
-        grad.scatter_add_(-1, local, torch.where(is_local, logprob_grad, 0.0))
-    return grad
+            block.scatter_add_(-1, local[rows], torch.where(is_local[rows], logprob_grad[rows], 0.0))
+        block /= temperature
+    return log_p
 
 
 def _batch_invariant_values(

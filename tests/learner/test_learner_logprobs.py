@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from evenkeel.learner.training import logprobs
 from evenkeel.learner.training.logprobs import head_logprobs
 
 
@@ -44,6 +45,19 @@ def test_values_and_gradients_equal_log_softmax(temperature: float, chunk: int, 
         results.append((logprobs.detach(), entropies.detach(), h.grad, w.grad))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cached", [1, 130, 1 << 21])
+def test_a_table_larger_than_the_cache_gives_the_same_bits(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's softmax is its own, however many rows are taken at a time: 1, 2 and 7 of a chunk here."""
+    results = []
+    for size in (cached, 1 << 21):
+        monkeypatch.setattr(logprobs, "CACHED", size)
+        hidden, weight, targets = (tensor.clone() for tensor in case())
+        values = head_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets, temperature=0.7, chunk_tokens=7)
+        torch.autograd.backward(values, [torch.linspace(-1, 1, 23), torch.linspace(1, 2, 23)])
+        results.append([*(value.detach() for value in values), hidden.grad, weight.grad])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("chunk", [5, 1000])
