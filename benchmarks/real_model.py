@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +157,13 @@ def rollout(sides: dict[str, Sampler], model: Path, prompts: list[list[int]], tu
     print(f"rollout: prompts of {statistics.fmean(map(len, prompts)):.0f} tokens, answers of up to {MAX_TOKENS}", flush=True)
     fresh = iter(prompts)
 
-    def turn(side: Sampler, work: Work, number: int) -> tuple[float, int]:
+    def seconds_per_token(side: Sampler, works: list[Work], number: int) -> float:
         found: list[int] = []
-        return seconds_of(lambda: found.append(side(work, number))), found[0]
+        return seconds_of(lambda: found.append(side(works[number], number))) / found[0]
 
     for requests, goal in REQUESTS.items():
         works = [Work.of(requests, fresh) for _ in range(turns + 1)]
-        taken = in_turns({name: lambda n, side=side: turn(side, works[n], n) for name, side in sides.items()}, turns, warm_up=1)  # type: ignore[misc]
-        per_token = {name: [seconds / tokens for seconds, tokens in each] for name, each in taken.items()}
+        per_token = in_turns({name: partial(seconds_per_token, side, works) for name, side in sides.items()}, turns, warm_up=1)
         rates = ", ".join(f"{name} {1 / statistics.median(values):,.1f}" for name, values in per_token.items())
         print(f"{requests:>4} at a time, tokens/s: {rates}; limit {limit(model, requests):,.0f}", flush=True)
         for name in list(sides)[1:]:
@@ -187,7 +187,7 @@ def weights_of(model: Path) -> tuple[int, int]:
 
 
 def speeds() -> tuple[float, float]:
-    """Bytes a second that products with one row read from memory, and operations a second of products of 1,024 rows; the fastest of five."""
+    """Bytes a second that products with one row read, and operations a second of products of 1,024 rows; the fastest of five."""
     matrix, row = torch.randn(49152, 576), torch.randn(1, 576)
     rows = torch.randn(1024, 576)
     read = min(seconds_of(lambda: row @ matrix.t()) for _ in range(5))
@@ -220,7 +220,6 @@ def learner(model: Path, batch: PackedBatch, turns: int, threads: int, trl: Call
     ours: dict[str, Callable[[], float]] = {"evenkeel": lambda: rank.step(corrected, CORRECTION, step=0).grad_norm}
     seconds = measure(ours | {"padded": rival.padded, "one by one": rival.one_by_one}, turns)
     rank.close()
-    del rank, rival
     longest, trained = int(batch.lengths.max()), int(batch.loss_mask.sum())
     first = min(int(mask.nonzero()[0]) for mask in batch.loss_mask.split(batch.lengths.tolist()))
     computed = {
@@ -263,9 +262,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=("rollout", "learner"), default=["rollout", "learner"])
     parser.add_argument("--model", type=Path, default=ROOT / "models/smollm2-135m-instruct")
     parser.add_argument("--gguf", type=Path, help="the same model's file, for --llama")
-    parser.add_argument(
-        "--trl", type=Path, metavar="FOLDER", help="virtual environment that has TRL (benchmarks/peers.py --make-trl FOLDER)"
-    )
+    parser.add_argument("--trl", type=Path, metavar="FOLDER", help="virtual environment that has TRL, as peers.py makes it")
     parser.add_argument("--turns", type=int, default=3, help="of each side, in each row; at least 2")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--check", action="store_true")
@@ -293,7 +290,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             trl = None
             if arguments.trl is not None:
-                trl = lambda: trl_steps(arguments.trl, arguments.model, rows, arguments.turns, arguments.threads, Path(folder))  # noqa: E731
+                trl = partial(trl_steps, arguments.trl, arguments.model, rows, arguments.turns, arguments.threads, Path(folder))
             missed += learner(arguments.model, batch, arguments.turns, arguments.threads, trl)
     if arguments.check and missed:
         sys.exit("missed: " + "; ".join(missed))
