@@ -66,6 +66,7 @@ def register() -> None:
         gpu_share,
         hooks,
         last_error,
+        products,
         seeded_sampler,
         weights,
     )
@@ -82,10 +83,13 @@ def register() -> None:
         hooks.draw_no_bars()
     if settings.last_error and _is_child():
         last_error.keep(Path(settings.last_error))
+    is_compiled = _is_child() and serves_on_cpu() and engine.has_compiled_attention
     if serves_on_cpu():
         attention.register("stock" if engine.has_stock_attention else "batched")
         hooks.use_plain_host_memory()
         matrix_products.use_fastest()
+        if is_compiled and not matrix_products.is_needed():
+            products.use()
         experts.register()
     elif engine.gpu_share < 1:
         gpu_share.register(engine)
@@ -93,6 +97,6 @@ def register() -> None:
         float8.register(on_cpu=serves_on_cpu())
     if engine.batch_invariant:
         batch_invariant.register(engine.projection_parts)
-    seeded_sampler.register()
+    seeded_sampler.register(is_compiled=is_compiled)
     weights.register()
     hooks.register(engine.weight_group_timeout_s)

@@ -11,6 +11,7 @@
 
 #define SHARED (HEADS / KEY_HEADS)   /* query heads that share a key head */
 #define BLOCK 64                     /* keys between two corrections of the running maximum: their scores stay in the first cache */
+#define FEW 256                      /* keys of all rows, about, that one thread meets sooner than others are awake */
 #define AHEAD 12                     /* keys from now that are asked of memory: slots of a sequence lie apart, no processor guesses them */
 
 #define FLOAT32 1
@@ -106,6 +107,7 @@ static void attend_head(const element *restrict query, const element *restrict k
 void attend(const element *query, const element *keys, const element *values, const int32_t *table, int64_t width,
             const int64_t *requests, const int64_t *lengths, int64_t rows, double scale, float *out)
 {
+#pragma omp parallel for collapse(2) schedule(static) if (rows * lengths[0] > FEW)
     for (int64_t row = 0; row < rows; row++)
         for (int64_t g = 0; g < KEY_HEADS; g++) {
             const int64_t head = (row * KEY_HEADS + g) * SHARED * SIZE;

@@ -1,4 +1,4 @@
-"""attention.c, compiled for a model's shape when an engine starts (a third of a second), on the machine that runs it.
+"""attention.c, compiled for a model's shape when an engine starts.
 
 Torch has no kernel for many short queries over a paged cache on a CPU, and a loop over sequences, or copies of their keys and values, take
 longer than the attention itself. Fast-math lets the compiler vectorise sums and exponentials; all of it is computed in float64, so the
@@ -8,17 +8,13 @@ order of additions is below what float32 can show.
 from __future__ import annotations
 
 import ctypes
-import os
-import shlex
-import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from evenkeel.correction.errors import EngineError
+from evenkeel.rollout.sglang_plugin.compiled import compiled
 
 SOURCE = Path(__file__).with_name("attention.c")
 ELEMENTS = {torch.float32: "FLOAT32", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
@@ -34,11 +30,9 @@ class AttentionKernel:
         """
         self._dtype, self._query_shape, self._cache_shape = dtype, (heads, size), (key_heads, size)
         shape = {"HEADS": heads, "KEY_HEADS": key_heads, "SIZE": size, "ELEMENT": ELEMENTS[dtype]}
-        self._attend = _compiled([f"-D{name}={value}" for name, value in shape.items()]).attend
+        self._attend = compiled(SOURCE, [f"-D{name}={value}" for name, value in shape.items()], "-ffast-math").attend
         self._attend.argtypes = [*[_POINTER] * 4, _COUNT, *[_POINTER] * 2, _COUNT, ctypes.c_double, _POINTER]
         self._attend.restype = None
-        self._threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, requests: Tensor, lengths: Tensor, scale: float
@@ -56,22 +50,8 @@ class AttentionKernel:
         query, requests, lengths = query.contiguous(), requests.contiguous(), lengths.contiguous()
         self._check(query, keys, values, table, requests, lengths)
         out = torch.empty(query.shape, dtype=torch.float32)
-        cache = (keys.data_ptr(), values.data_ptr(), table.data_ptr(), table.shape[1])
-        queries, indices, counts, results = (x.data_ptr() for x in (query, requests, lengths, out))
-        row = query.shape[1] * query.shape[2]
-
-        def attend(first: int, end: int) -> None:
-            self._attend(
-                queries + first * row * query.element_size(), *cache, indices + first * 8, counts + first * 8, end - first, scale,
-                results + first * row * 4,
-            )  # fmt: skip
-
-        rows = len(query)
-        if self._pool is None:
-            attend(0, rows)
-        else:  # ctypes lets other threads run meanwhile
-            bounds = [rows * part // self._threads for part in range(self._threads + 1)]
-            list(self._pool.map(attend, bounds[:-1], bounds[1:]))
+        queries, *cache, indices, counts, results = (x.data_ptr() for x in (query, keys, values, table, requests, lengths, out))
+        self._attend(queries, *cache, table.shape[1], indices, counts, len(query), scale, results)
         return out.to(query.dtype)
 
     def _check(self, query: Tensor, keys: Tensor, values: Tensor, table: Tensor, requests: Tensor, lengths: Tensor) -> None:
@@ -91,24 +71,3 @@ class AttentionKernel:
 def check_compiler() -> None:
     """Raises: EngineError if a kernel can't be compiled and loaded here. In SGLang's own process that would be one log line among many."""
     AttentionKernel(1, 1, 8, torch.float32)
-
-
-def _compiled(definitions: list[str]) -> ctypes.CDLL:
-    """The library stays loaded; its files are gone when this returns, so that nothing stale is ever found by another machine or version."""
-    compiler = shlex.split(os.environ.get("CC") or "cc")
-    try:
-        with tempfile.TemporaryDirectory(prefix="evenkeel-") as folder:
-            compiled, library = f"{folder}/attention.o", f"{folder}/attention.so"
-            # In two steps: a linker that is told of fast-math would have the whole process round subnormal numbers to zero.
-            for arguments in (
-                ["-O3", "-march=native", "-ffast-math", "-fPIC", *definitions, "-c", str(SOURCE), "-o", compiled],
-                ["-shared", compiled, "-lm", "-o", library],
-            ):
-                subprocess.run([*compiler, *arguments], check=True, capture_output=True, text=True, timeout=120)
-            return ctypes.CDLL(library)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise EngineError(
-            f"the attention on a CPU is compiled by {' '.join(compiler)!r} when an engine starts, which failed: "
-            f"{getattr(error, 'stderr', None) or error}. Install a C compiler, or name one in the environment variable CC; TMPDIR has to "
-            "be a folder from which libraries can be loaded. Or set rollout.engine.attention_backend=stock, which decodes half as fast"
-        ) from error

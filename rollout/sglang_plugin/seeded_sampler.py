@@ -11,8 +11,11 @@ for each entry of the vocabulary, which on a CPU takes more than ten times as lo
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +24,18 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
 from evenkeel.engines.machine import SUMMED
+from evenkeel.rollout.sglang_plugin.compiled import compiled
 
 BACKEND = "pytorch"
 """Value of SGLang's `sampling_backend` that selects our sampler; on a CPU SGLang sets this name whatever is asked for."""
 
+SOURCE = Path(__file__).with_name("draw.c")
 
-def register() -> None:
+
+def register(*, is_compiled: bool) -> None:
+    """Args: is_compiled: draw by draw.c, on a CPU. Raises: EngineError without a working C compiler."""
+    if is_compiled:
+        SeededSampler.draw = CompiledDraw()
     register_sampler_backend(BACKEND, SeededSampler)
     batch = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
     HookRegistry.register(f"{batch}.adjusted_from_schedule_batch", _give_seeds, HookType.AFTER)  # SGLang's own placeholder for overrides
@@ -77,6 +86,22 @@ def _cumulative(part: Tensor, before: Tensor) -> Tensor:
     return sums.cumsum_(-1)
 
 
+class CompiledDraw:
+    """`draw` on a CPU by draw.c: the same tokens. Of a large vocabulary torch's sums take longer than all else that a sampler does."""
+
+    def __init__(self) -> None:
+        """Raises: EngineError without a working C compiler."""
+        self._draw = compiled(SOURCE, []).draw
+        self._draw.argtypes, self._draw.restype = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2], None
+
+    def __call__(self, probabilities: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """As `draw`."""
+        probabilities, shares = probabilities.contiguous(), uniform(seeds, positions)
+        tokens = torch.empty(len(probabilities), dtype=torch.int64)
+        self._draw(probabilities.data_ptr(), shares.data_ptr(), tokens.data_ptr(), *probabilities.shape)
+        return tokens
+
+
 def nucleus(probabilities: Tensor, top_ps: Tensor) -> Tensor:
     """[B, V] float32: rows with a top_p below 1 keep the likeliest tokens that hold this share; other rows stay as they are, bit for bit.
 
@@ -117,6 +142,8 @@ class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
     Batches of greedy requests alone, and sampling masks, stay SGLang's.
     """
 
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(draw)
+
     def forward(
         self,
         logits_output: Any,
@@ -135,7 +162,7 @@ class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
         probabilities = logprobs.exp()
         if sampling_info.need_top_p_sampling:
             probabilities = nucleus(probabilities, sampling_info.top_ps)
-        token_ids = draw(probabilities, sampling_info.sampling_seed, positions)
+        token_ids = self.draw(probabilities, sampling_info.sampling_seed, positions)
         if sampling_info.is_any_greedy:
             token_ids = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), token_ids)
         token_ids = token_ids.to(torch.int32)

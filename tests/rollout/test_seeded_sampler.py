@@ -52,6 +52,20 @@ def test_the_uniform_numbers_are_splitmix64(draw) -> None:
     assert [int(number * 2**50) for number in found.tolist()] == [word >> 14 for word in published]
 
 
+@pytest.mark.parametrize(("rows", "words"), [(1, 7), (5, 3000), (9, 49_152)])
+def test_the_compiled_draw_gives_the_same_tokens(draw, rows: int, words: int) -> None:
+    """Of both, sums go from left to right in float64: the large vocabulary's are cut in two by torch's operators."""
+    from evenkeel.rollout.sglang_plugin.seeded_sampler import CompiledDraw
+
+    probabilities = torch.rand(rows, words, generator=torch.Generator().manual_seed(words)) ** 8
+    probabilities[0, -1], seeds = 0.0, torch.arange(rows)
+    expected, found = (
+        torch.stack([function(probabilities, seeds, torch.full((rows,), place)) for place in range(20)])
+        for function in (draw, CompiledDraw())
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_drawn_frequencies_are_the_probabilities(draw, varied: str) -> None:
     count = 100_000

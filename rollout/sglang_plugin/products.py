@@ -1,0 +1,76 @@
+"""Matrix products of a decode step, few rows by many weights in float32, where our kernel (products.c) has the bits of torch's own.
+
+Torch's take up to twice as long: MKL copies the weights into another layout, each time. Its products of one row read them where they are,
+as fast as memory is, and stay. On processors where MKL adds in another order than the kernel does all stays MKL's: engine and learner
+would differ by more than they do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from evenkeel.rollout.sglang_plugin.compiled import compiled
+
+SOURCE = Path(__file__).with_name("products.c")
+FEWEST, MOST = 2, 256
+"""Rows: with one torch is faster, with more than the second as fast."""
+COLUMN_MULTIPLE, INNER_MULTIPLE = 16, 8
+"""Of what products.c takes."""
+
+_overrides: list[torch.library.Library] = []
+"""An override lasts as long as its library object."""
+
+
+def use() -> None:
+    """Have this process multiply few rows by the kernel, if its bits are torch's here; once is enough."""
+    kernel = FewRows()
+    if _overrides or not kernel.agrees():
+        return
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that this is an override
+        library.impl("mm", kernel, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
+    _overrides.append(library)
+
+
+class FewRows:
+    """Products by the kernel, of what it takes, and by torch."""
+
+    def __init__(self) -> None:
+        """Raises: EngineError without a working C compiler."""
+        self._multiply = compiled(SOURCE, []).multiply
+        self._multiply.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3]
+        self._multiply.restype = None
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b of [M, K] and [K, N]; raises as torch does."""
+        return self.product(a, b) if _is_served(a, b) else torch.addmm(a.new_empty(()), a, b, beta=0)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """The kernel's, of factors that it takes."""
+        a = a.contiguous()
+        out = a.new_empty(len(a), b.shape[1])
+        self._multiply(a.data_ptr(), b.data_ptr(), out.data_ptr(), *a.shape, b.shape[1])
+        return out
+
+    def agrees(self) -> bool:
+        """Whether its bits are those of torch's products of many rows, for contractions of several lengths."""
+        generator = torch.Generator().manual_seed(0)
+        for rows, inner in ((64, 576), (17, 1536), (6, 64)):
+            a, weight = torch.randn(512, inner, generator=generator), torch.randn(64, inner, generator=generator)
+            if not torch.equal(self.product(a[:rows], weight.t()), (a @ weight.t())[:rows]):
+                return False
+        return True
+
+
+def _is_served(a: Tensor, b: Tensor) -> bool:
+    if not (a.dtype is b.dtype is torch.float32 and a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]):
+        return False
+    (rows, inner), columns = a.shape, b.shape[1]
+    is_fit = FEWEST <= rows <= MOST and inner > 0 and inner % INNER_MULTIPLE == 0 and columns % COLUMN_MULTIPLE == 0
+    return is_fit and b.t().is_contiguous()
