@@ -151,7 +151,7 @@ def llama_side(ask: Callable[[Any], Any], gguf: Path, weights: str, threads: int
     return sample
 
 
-def rollout(sides: dict[str, Sampler], model: Path, prompts: list[list[int]], turns: int) -> list[str]:
+def rollout(sides: dict[str, Sampler], model: Path, prompts: list[list[int]], turns: int, rows: list[int]) -> list[str]:
     """Print a table; return what misses its goal."""
     missed = []
     print(f"rollout: prompts of {statistics.fmean(map(len, prompts)):.0f} tokens, answers of up to {MAX_TOKENS}", flush=True)
@@ -161,7 +161,8 @@ def rollout(sides: dict[str, Sampler], model: Path, prompts: list[list[int]], tu
         found: list[int] = []
         return seconds_of(lambda: found.append(side(works[number], number))) / found[0]
 
-    for requests, goal in REQUESTS.items():
+    for requests in rows:
+        goal = REQUESTS[requests]
         works = [Work.of(requests, fresh) for _ in range(turns + 1)]
         per_token = in_turns({name: partial(seconds_per_token, side, works) for name, side in sides.items()}, turns, warm_up=1)
         rates = ", ".join(f"{name} {1 / statistics.median(values):,.1f}" for name, values in per_token.items())
@@ -260,6 +261,7 @@ def trl_steps(environment: Path, model: Path, rows: list[dict[str, str]], steps:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--part", nargs="+", choices=("rollout", "learner"), default=["rollout", "learner"])
+    parser.add_argument("--requests", type=int, nargs="+", choices=REQUESTS, default=list(REQUESTS), help="rows of the rollout")
     parser.add_argument("--model", type=Path, default=ROOT / "models/smollm2-135m-instruct")
     parser.add_argument("--gguf", type=Path, help="the same model's file, for --llama")
     parser.add_argument("--trl", type=Path, metavar="FOLDER", help="virtual environment that has TRL, as peers.py makes it")
@@ -282,7 +284,7 @@ def main() -> None:
                     ask = stack.enter_context(LLAMA.start(arguments.llama))
                     ends = [ends] if isinstance(ends, int) else ends
                     sides[name] = llama_side(ask, arguments.gguf, weights, arguments.threads, ends)
-            missed += rollout(sides, arguments.model, prompts, arguments.turns)
+            missed += rollout(sides, arguments.model, prompts, arguments.turns, arguments.requests)
     if "learner" in arguments.part:
         config = EngineConfig(device="cpu", dtype="float32", threads=arguments.threads, context_length=256)
         asked = [tuple(prompt) for prompt in prompts[: 64 // SAMPLES]]

@@ -26,7 +26,7 @@ class LearnerConfig(Settings):
     """How a corrected batch becomes new weights."""
 
     DERIVED: ClassVar[frozenset[str]] = frozenset(
-        {"dtype", "layers", "batch_invariant", "distributed_optimizer", "learning_rate", "tokens_per_microbatch"}
+        {"dtype", "layers", "batch_invariant", "distributed_optimizer", "learning_rate", "tokens_per_microbatch", "threads"}
     )
     ALWAYS_DERIVED: ClassVar[frozenset[str]] = frozenset({"collective_timeout_s"})
 
@@ -64,7 +64,8 @@ class LearnerConfig(Settings):
     batch_invariant: bool = False
     """Batch-invariant operators, for true on-policy training. In a run this follows from true_on_policy, for engines and learner alike."""
     threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads of each rank. 1 is the safe choice if ranks and engines share cores."""
+    """CPU threads of each rank. Unset: 1, for ranks and engines share cores; in a synchronous run on this machine, where they take turns,
+    all of up to 8 cores, over the ranks."""
     seed: int = 1234
     """Seed of the ranks' random generators and of the split into minibatches."""
 

@@ -10,6 +10,7 @@ learner.layers in half precision on a GPU, which depends on what is installed wh
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from evenkeel.actors.settings.probe_limits import ProbeLimits
 from evenkeel.correction.early_warning.replacement import reason_of
 from evenkeel.correction.errors import ConfigError, EvenkeelError
 from evenkeel.correction.settings.base import Settings
-from evenkeel.engines.contract import Contract, SideSettings
+from evenkeel.engines.contract import MOST_THREADS, Contract, SideSettings
 from evenkeel.engines.machine import device_of, dtype_of, group_backend_of, is_open
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
@@ -33,6 +34,8 @@ GPU_TOKENS_PER_MICROBATCH = 8192
 """Default on a GPU. The 2,048 tokens that suit a CPU would not keep a GPU busy: launching kernels would take longer than running them."""
 GPU_RUNNING_REQUESTS = 256
 """As many as SGLang captures graphs for on a GPU of 60 to 160 GB (its cuda_graph_max_bs there, without tensor parallelism)."""
+MOST_CORES = 8
+"""Threads of a side that has all cores, at most: products of small models don't fill more."""
 RATE_FROM_NOTHING, RATE_PRETRAINED = 1e-4, 1e-6
 """Default learning rates. The second is what most public recipes for pretrained models of 1 to 32 billion parameters have: a rate that a
 model made from nothing needs takes a pretrained one apart within tens of steps."""
@@ -118,11 +121,22 @@ def with_engine_types(config: RunConfig, *, has_gpu: bool) -> RunConfig:
 def _learner(config: RunConfig, has_gpu: bool) -> LearnerConfig:
     learner = _on_device(config.learner, has_gpu, "learner")
     values: dict[str, Any] = {"layers": "local"} if config.true_on_policy else {}
+    if learner.device == "cpu":
+        values["threads"] = _threads(config, learner.world_size)
     if learner.device == "cuda":
         values["tokens_per_microbatch"] = GPU_TOKENS_PER_MICROBATCH
         if learner.has_copies(has_experts=False):  # with_model looks at the model, too
             values["distributed_optimizer"] = True
     return filled(learner, values, "learner")
+
+
+def _threads(config: RunConfig, processes: int) -> int:
+    """CPU threads of each of a side's processes. In a synchronous run the sides take turns, so each has all cores of this machine; in an
+    asynchronous one they share them."""
+    if config.max_staleness > 0 or config.ray.address is not None:  # nodes of a cluster may have other cores, and other ranks
+        return 1
+    cores = min(len(os.sched_getaffinity(0)), MOST_THREADS if config.true_on_policy else MOST_CORES)
+    return max(1, cores // processes)
 
 
 def _on_device(learner: LearnerConfig, has_gpu: bool, place: str) -> LearnerConfig:
@@ -136,7 +150,7 @@ def _on_device(learner: LearnerConfig, has_gpu: bool, place: str) -> LearnerConf
 def _engine(config: RunConfig, has_gpu: bool) -> EngineConfig:
     engine = _engine_on_device(config, has_gpu)
     if engine.device == "cpu":
-        return engine
+        return filled(engine, {"threads": _threads(config, config.rollout.most_workers * engine.tensor_parallel)}, "rollout.engine")
     values = {"max_running_requests": GPU_RUNNING_REQUESTS, "gpu_share": config.rollout.gpus_per_worker}
     return filled(engine, values, "rollout.engine")
 

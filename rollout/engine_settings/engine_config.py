@@ -87,7 +87,7 @@ class EngineConfig(Settings):
     DERIVED: ClassVar[frozenset[str]] = frozenset(
         {
             *("dtype", "weight_group_backend", "max_running_requests", "max_total_tokens", "gpu_share", "context_length"),
-            *("batch_invariant", "projection_parts", "return_routed_experts"),
+            *("batch_invariant", "projection_parts", "return_routed_experts", "threads"),
         }
     )
     ALWAYS_DERIVED: ClassVar[frozenset[str]] = frozenset({"weight_group_timeout_s"})
@@ -111,7 +111,7 @@ class EngineConfig(Settings):
     """On several GPUs: groups of ranks, each with requests and a KV cache of its own (SGLang's dp_size with enable_dp_attention). A group's
     ranks, tensor_parallel over this many, share the heads; the rest of the model is cut over all ranks. 1: one group."""
     threads: int = Field(default=1, ge=1, le=1024)
-    """Threads of the engine's tensor operations on a CPU, in each of its ranks."""
+    """Threads of the engine's tensor operations on a CPU, in each of its ranks. Unset: as learner.threads, over the engines' ranks."""
     max_running_requests: int = Field(default=64, ge=1, le=10**5)
     """Requests decoded together; more wait in the engine's queue. A run on GPUs has 256 unless this is set."""
     max_total_tokens: int | None = Field(default=None, ge=1)

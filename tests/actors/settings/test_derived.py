@@ -35,6 +35,24 @@ def test_a_cpu_keeps_what_it_always_had() -> None:
     assert found.rollout.engine.model_dump(exclude=decided) == plain.rollout.engine.model_dump(exclude=decided)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "learner", "engine"),
+    [
+        ("max_staleness=1", 1, 1),
+        ("max_staleness=0", 4, 4),
+        ("max_staleness=0 true_on_policy=true", 2, 2),  # the most that the contract allows
+        ("max_staleness=0 learner.data_parallel=2 rollout.workers=3", 2, 1),
+        ("max_staleness=0 learner.threads=3", 3, 4),
+        ("max_staleness=0 ray.address=10.0.0.1:6379", 1, 1),
+    ],
+)
+def test_sides_that_take_turns_have_all_cores_each(monkeypatch: pytest.MonkeyPatch, overrides: str, learner: int, engine: int) -> None:
+    """4 cores here: with one thread each, half of a synchronous run's processor time would be idle."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
+    found = with_devices(config(overrides), has_gpu=False)
+    assert (found.learner.threads, found.rollout.engine.threads) == (learner, engine)
+
+
 def test_a_gpu_gets_bfloat16_on_both_sides_and_sizes_that_suit_it() -> None:
     """Nothing is handed on as auto: SGLang would make float16 of a float32 folder."""
     recipe = RunConfig.model_validate(config("learner.data_parallel=2").model_dump(exclude={"learner", "rollout"}) | {
