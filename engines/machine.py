@@ -37,6 +37,10 @@ KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_"
 """Environment variables of the same processes: glibc keeps what is freed, for buffers up to 32 MiB (its limit), and gives nothing back by
 itself. By default a step's large buffers, such as the probabilities of all words for all requests, are mapped anew each time, and a page
 fault for each of their pages takes three times as long as to compute them. `give_back` below returns them now and then all the same."""
+ON_CPU = KEPT_KERNELS | KEPT_MEMORY | {"OMP_WAIT_POLICY": "passive"}
+"""All environment variables of a process that computes on a CPU. Its threads sleep while they have nothing to do: by default they spin, and
+where another process computes too, a thread that waits for its neighbour then keeps it from its core. Products of two threads on two cores
+that were shared so took five times as long."""
 _DECIDE = "Decide it first: for a run actors/settings/resolve.py does, for an engine or a learner alone the section's on_this_machine()"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evenkeel.actors.config import RunConfig
 from evenkeel.correction.settings.schedule import needs_topk
-from evenkeel.engines.machine import KEPT_KERNELS, KEPT_MEMORY
+from evenkeel.engines.machine import ON_CPU
 
 # For actors that compute on the CPU of a machine with GPUs: Ray 2.60 hides no GPU from an actor that asks for none.
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -47,7 +47,7 @@ def learner_environment(config: RunConfig) -> dict[str, str]:
     """Environment variables of each learner rank; what the user has set in ray.env wins."""
     own = {"OMP_NUM_THREADS": str(config.learner.threads)} | OF_BATCHES
     if config.learner.resolved_device == "cpu":
-        own |= _NO_GPU | KEPT_KERNELS | KEPT_MEMORY
+        own |= _NO_GPU | ON_CPU
     else:
         own |= _OF_RANKS
         if config.weight_sync.transport == "broadcast":

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import psutil
 
 from evenkeel.correction.errors import DeadlineExceeded, EngineError, EvenkeelError
-from evenkeel.engines.machine import KEPT_KERNELS, KEPT_MEMORY, environment, gc_paused, unimportable
+from evenkeel.engines.machine import ON_CPU, environment, gc_paused, unimportable
 from evenkeel.rollout import sglang_plugin
 from evenkeel.rollout.engine_settings.engine_capabilities import EngineCapabilities
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
@@ -191,9 +191,7 @@ class EngineProcess:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # stays: the owner's half of SGLang asks for it later, too
             if not self._config.engine_args.get("enable_torch_compile"):
                 environment["TORCHDYNAMO_DISABLE"] = "1"  # functions that only GPUs need; to mark them loads the whole compiler
-            environment |= {
-                name: os.environ.get(name, value) for name, value in (KEPT_KERNELS | KEPT_MEMORY).items()
-            }  # ray.env of the user's wins
+            environment |= {name: os.environ.get(name, value) for name, value in ON_CPU.items()}  # ray.env of the user's wins
             environment["OMP_NUM_THREADS"] = str(self._config.threads)
             # Ranks look one after the other at what is free; on a CPU that is the host's memory, which others take and free meanwhile.
             environment[_BALANCE_CHECK] = os.environ.get(_BALANCE_CHECK, "0")
