@@ -2,7 +2,7 @@
 
 `platform` runs while SGLang looks for hardware: on a CPU it puts stand-ins for `sgl_kernel` and `torchvision` in place where the
 real packages are absent, or are those for GPUs. `register` runs in the engine's owner and in its scheduler, before the engine is built:
-attention backend, sampler, weight inspection, cache namespaces, matrix products, experts. Where CUDA serves the model, stand-ins, attention
+attention backend, sampler, weight inspection, cache namespaces, matrix products, norms, experts. Where CUDA serves the model, stand-ins, attention
 backend, products and experts stay away and SGLang's own kernels run.
 """
 
@@ -61,6 +61,7 @@ def register() -> None:
     from evenkeel.rollout.sglang_plugin import (
         attention,
         batch_invariant,
+        elementwise,
         experts,
         float8,
         gpu_share,
@@ -88,8 +89,10 @@ def register() -> None:
         attention.register("stock" if engine.has_stock_attention else "batched")
         hooks.use_plain_host_memory()
         matrix_products.use_fastest()
-        if is_compiled and not matrix_products.is_needed():
-            products.use()
+        if is_compiled:
+            elementwise.register()
+            if not matrix_products.is_needed():
+                products.use()
         experts.register()
     elif engine.gpu_share < 1:
         gpu_share.register(engine)

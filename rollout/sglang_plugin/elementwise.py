@@ -1,0 +1,96 @@
+"""Norms and rotary angles of a decode step by elementwise.c, where it has the bits of torch's operators; SGLang's own code elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenkeel.rollout.sglang_plugin.compiled import compiled
+
+SOURCE = Path(__file__).with_name("elementwise.c")
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+
+
+class Elementwise:
+    """The two functions of elementwise.c, on float32."""
+
+    def __init__(self) -> None:
+        """Raises: EngineError without a working C compiler."""
+        library = compiled(SOURCE, [], "-ffp-contract=off")
+        self._norm, self._rotate = library.norm, library.rotate
+        self._norm.argtypes = [*[_POINTER] * 5, _COUNT, _COUNT, ctypes.c_float]
+        self._rotate.argtypes = [*[_POINTER, _COUNT, _POINTER, _COUNT] * 2, _POINTER, _POINTER, _COUNT, _COUNT]
+        self._norm.restype = self._rotate.restype = None
+
+    def norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """RMSNorm of x, or of x + residual. Args: x, residual: [T, N], contiguous; weight: [N]. Returns: the norm, and x + residual."""
+        out, sums = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+        self._norm(
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            sums.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            eps,
+        )
+        return out, sums
+
+    def rotate(self, query: Tensor, key: Tensor, angles: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Args: query, key: [T, heads * D], rows contiguous; angles: [positions, D], cosines and sines; positions: [T] int64."""
+        size, outs = angles.shape[1], (query.new_empty(query.shape), key.new_empty(key.shape))
+        of_query, of_key = (
+            (x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[1] // size) for x, out in zip((query, key), outs, strict=True)
+        )
+        self._rotate(*of_query, *of_key, angles.data_ptr(), positions.data_ptr(), len(query), size)
+        return outs
+
+    def agrees(self) -> bool:
+        """Whether the norm's bits are torch's, for rows of several lengths."""
+        generator = torch.Generator().manual_seed(0)
+        for size in (576, 896, 100, 4096):
+            x, residual = torch.randn(2, 3, size, generator=generator)
+            weight = torch.randn(size, generator=generator)
+            sums = x + residual
+            expected = sums * torch.rsqrt(sums.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+            found = self.norm(x, residual, weight, 1e-5)
+            if not (torch.equal(found[0], expected) and torch.equal(found[1], sums)):
+                return False
+        return True
+
+
+def register() -> None:
+    """Have SGLang's layers use them. Raises: EngineError without a working C compiler."""
+    kernels = Elementwise()
+    if not kernels.agrees():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def norm(original: Callable[..., Any], layer: Any, x: Tensor, residual: Tensor | None = None, *args: Any, **options: Any) -> Any:
+        is_plain = x.dtype is layer.weight.dtype is torch.float32 and x.dim() == 2 and x.shape[-1] == layer.hidden_size
+        if not is_plain or args or options.get("post_residual_addition") is not None or layer.variance_size_override is not None:
+            return original(layer, x, residual, *args, **options)
+        x = x.contiguous()
+        if residual is None:
+            return kernels.norm(x, None, layer.weight, layer.variance_epsilon)[0]
+        return kernels.norm(x, residual.contiguous(), layer.weight, layer.variance_epsilon)
+
+    def rotate(original: Callable[..., Any], layer: Any, positions: Tensor, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
+        angles = layer.cos_sin_cache
+        is_whole = layer.is_neox_style and layer.rotary_dim == layer.head_size == angles.shape[-1]
+        is_plain = query.dtype is key.dtype is angles.dtype is torch.float32 and query.dim() == key.dim() == 2 and angles.is_contiguous()
+        if (
+            not (is_whole and is_plain and positions.dim() == 1 and query.stride(1) == key.stride(1) == 1)
+            or args
+            or any(one is not None for one in options.values())
+        ):
+            return original(layer, positions, query, key, *args, **options)
+        return kernels.rotate(query, key, angles, positions.contiguous())
+
+    HookRegistry.register("sglang.srt.layers.layernorm.RMSNorm.forward_native", norm, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", rotate, HookType.AROUND)
