@@ -2,8 +2,8 @@
 
 `platform` runs while SGLang looks for hardware: on a CPU it puts stand-ins for `sgl_kernel` and `torchvision` in place where the
 real packages are absent, or are those for GPUs. `register` runs in the engine's owner and in its scheduler, before the engine is built:
-attention backend, sampler, weight inspection, cache namespaces, matrix products, norms, experts. Where CUDA serves the model, stand-ins, attention
-backend, products and experts stay away and SGLang's own kernels run.
+attention backend, sampler, weight inspection, cache namespaces, matrix products, norms, experts. Where CUDA serves the model, stand-ins,
+attention backend, products, norms and experts stay away and SGLang's own kernels run.
 """
 
 from __future__ import annotations
