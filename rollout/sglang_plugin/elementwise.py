@@ -14,6 +14,8 @@ from evenkeel.rollout.sglang_plugin.compiled import compiled
 
 SOURCE = Path(__file__).with_name("elementwise.c")
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_SIDE = (_POINTER, _COUNT, _POINTER, _COUNT)
+"""Arguments about queries or keys: where they lie, the numbers between two of them, where the results go, and the number of heads."""
 
 
 class Elementwise:
@@ -24,7 +26,7 @@ class Elementwise:
         library = compiled(SOURCE, [], "-ffp-contract=off")
         self._norm, self._rotate = library.norm, library.rotate
         self._norm.argtypes = [*[_POINTER] * 5, _COUNT, _COUNT, ctypes.c_float]
-        self._rotate.argtypes = [*[_POINTER, _COUNT, _POINTER, _COUNT] * 2, _POINTER, _POINTER, _COUNT, _COUNT]
+        self._rotate.argtypes = [*_SIDE, *_SIDE, _POINTER, _POINTER, _COUNT, _COUNT]
         self._norm.restype = self._rotate.restype = None
 
     def norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
