@@ -3,7 +3,7 @@
     python benchmarks/control_plane_actors.py [--workers 10,50,100] [--groups 64] [--tokens 1000] [--rate 300000] [--steps 6] [--hosts 1]
         [--churn 2] [--topk 20] [--expert-layers 24] [--lengths RUN_DIR] [--every 2]
 
-The driver is a run's: controller, ledger, observer, metrics line, TensorBoard and Prometheus endpoint. Engines sleep and hand over groups
+The driver is a run's: controller, ledger, recorder, metrics line, TensorBoard and Prometheus endpoint. Engines sleep and hand over groups
 of real size, cut from made-up buffers; a learner of one rank answers with logprobs near the sampled ones. Many workers share a process.
 Answers have lognormal lengths. With --lengths they have those of a recorded run, drawn at random, and prompts
 are as long as its were in the mean; with --tokens besides, answers are scaled to that mean.

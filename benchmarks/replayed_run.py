@@ -1,4 +1,4 @@
-"""A run whose engines and learner replay: controller, book, correction service, pool, weight sync and observer are a run's own.
+"""A run whose engines and learner replay: controller, book, correction service, pool, weight sync and recorder are a run's own.
 
 The controller's loop is what drives it, so that ledger, metrics line and events are paid for as in a run. It starts no engine and no
 Megatron, takes no checkpoint, and notes when things happen.
@@ -170,7 +170,7 @@ def recorded_shape(lengths: AnswerLengths, mean: int | None) -> tuple[AnswerLeng
 
 
 class TimedRecorder(Recorder):
-    """A run's observer that also records how long places waited, and prints warnings."""
+    """A run's recorder that also records how long places waited, and prints warnings."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, figures: Figures, *, steps: int) -> None:
         super().__init__(config, folder, TerminalView(steps, "replayed", console=Console(file=io.StringIO(), width=200)))
@@ -209,21 +209,21 @@ class ReplayedRun(Controller):
         self._temporary = tempfile.TemporaryDirectory(prefix="ek-replayed-")
         config = shape.config
         folder = RunFolder.create(Path(self._temporary.name) / "run", "replayed")
-        self.observer = TimedRecorder(config, folder, self.figures, steps=config.steps)
+        self.recorder = TimedRecorder(config, folder, self.figures, steps=config.steps)
         task: Any = SimpleNamespace(train_prompt=self._prompt)
-        super().__init__(config, folder, task, self.observer)
+        super().__init__(config, folder, task, self.recorder)
         self._is_begun = True  # without an evaluation
-        self.observer.serve()
-        self._empty_steps = EmptySteps(config.max_staleness, self.observer.event)
-        ledger = open_ledger(folder.path / "ledger.jsonl", None, self.observer.event, self.observer.disk.do)
-        self._source = BatchSource(config, self._point, ledger, self.observer)
+        self.recorder.serve()
+        self._empty_steps = EmptySteps(config.max_staleness, self.recorder.event)
+        ledger = open_ledger(folder.path / "ledger.jsonl", None, self.recorder.event, self.recorder.disk.do)
+        self._source = BatchSource(config, self._point, ledger, self.recorder)
         self._parts |= self._source.parts
         self._source.start(CORRECTION)
         self.rank = ray.remote(ReplayedRank).options(num_cpus=0, runtime_env={"env_vars": OF_BATCHES}).remote(shape.step_s)
         self._learner = LearnerGroup([self.rank], version=0, step_s=600.0)
         self._begin_pool()
         probe_ids, pool = self._prompt(0).token_ids, self._pool
-        self._sync = make_sync(config, self._learner, probe_ids, self.observer, pool, generation=0, on_receipt=self._receipt)
+        self._sync = make_sync(config, self._learner, probe_ids, self.recorder, pool, generation=0, on_receipt=self._receipt)
         self._waits: list[asyncio.Task[None]] = []
         self._late: LateLoop | None = None
         self._clock, self._counted_from, self._learned_at = LoopClock(), 0.0, time.monotonic()
@@ -233,12 +233,12 @@ class ReplayedRun(Controller):
         topk = shape.wide.topk
         settings = WorkerSettings(config.rollout, Path("model"), self._prompt(0), bind="127.0.0.1", resource="rollout", topk=topk)
         source = self._source
-        self._pool = ReplayPool(settings, config.deadlines, source.book, source.changes, self.observer, config.places)
+        self._pool = ReplayPool(settings, config.deadlines, source.book, source.changes, self.recorder, config.places)
         host = ray.remote(WorkerHost).options(num_cpus=0, max_concurrency=4096)
         token_s = shape.step_s / 4 / shape.tokens
         seeds = range(shape.hosts)
         self._pool.hosts = [host.remote(settings, shape.lengths.afresh(seed), token_s, shape.wide) for seed in seeds]
-        self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, [], self.observer, steps=config.steps)
+        self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, [], self.recorder, steps=config.steps)
 
     service = property(lambda self: self._source.service)
     learner = property(lambda self: self._learner)
@@ -279,7 +279,7 @@ class ReplayedRun(Controller):
         await unless_failed(self._until_trained(), self.pool.raise_on_failure())
         figures = self.figures
         await asyncio.gather(*self._waits)
-        await self.observer.flush()
+        await self.recorder.flush()
         figures.counts = dict(self._folder.read_metrics()[-1])
         figures.exports = await self.rank.exports.remote()
         return self._used
@@ -303,7 +303,7 @@ class ReplayedRun(Controller):
         is_published = self.sync.version == self._version
         gaps = self.figures.gap_s if is_published else self.figures.gap_unpublished_s
         gaps.append(time.monotonic() - self._learned_at)
-        finished_at = max(self.observer.finished_at.pop(group.group_id) for group in batch.groups)
+        finished_at = max(self.recorder.finished_at.pop(group.group_id) for group in batch.groups)
         self.figures.last_group_s.append(max(0.0, finished_at - self._learned_at))
         result = await super()._learn(batch)
         self._learned_at = time.monotonic()
@@ -316,7 +316,7 @@ class ReplayedRun(Controller):
 
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
         result = await super()._learn_and_publish(batch)
-        self.observer.freed_at = time.monotonic()  # the book frees the batch's places now
+        self.recorder.freed_at = time.monotonic()  # the book frees the batch's places now
         return result
 
     async def _settle(self, batch: PreparedBatch, result: Any) -> None:
@@ -367,6 +367,6 @@ class ReplayedRun(Controller):
         await self.pool.stop()
         kill(*self.actors.values())
         self._clock.stop()
-        self.observer.close()
+        self.recorder.close()
         self._folder.close()
         self._temporary.cleanup()

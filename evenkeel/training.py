@@ -170,29 +170,29 @@ def _run_in(
 ) -> RunSummary:
     """Args: notes: what to report first, as (level, sentence)."""
     view = TerminalView(config.steps, f"{config.name}: {config.model}", folder=str(folder.path))
-    observer, collector = _opened(config, folder, view, point.state.totals if point else None)
+    recorder, collector = _opened(config, folder, view, point.state.totals if point else None)
     is_interrupted, has_report, code, report = False, True, 0, None
     controller: Controller | None = None
     summary: RunSummary | None = None
     try:
-        observer.event("info", config.batch_arithmetic())
+        recorder.event("info", config.batch_arithmetic())
         for level, note in notes:
-            observer.event(level, note)
+            recorder.event(level, note)
         if point:
-            observer.event("info", f"going on from step {point.checkpoint.step} ({point.checkpoint.path})", EventKind.RESUMED)
-        controller = Controller(config, folder, task, observer, resume_from=(point.checkpoint, point.state) if point else None)
-        with _log_as_events(observer):
-            observer.phase("starting Ray")
+            recorder.event("info", f"going on from step {point.checkpoint.step} ({point.checkpoint.path})", EventKind.RESUMED)
+        controller = Controller(config, folder, task, recorder, resume_from=(point.checkpoint, point.state) if point else None)
+        with _log_as_events(recorder):
+            recorder.phase("starting Ray")
             # Outside the event loop, so that a Ctrl-C ends this, too, at once.
             last = partial(folder.event, "error")
             with (
                 contextlib.ExitStack() as beyond_its_end,
                 Cluster(config) as cluster,
-                ends_with_own_ray(cluster.own_daemons, folder.path, last, observer.event),
+                ends_with_own_ray(cluster.own_daemons, folder.path, last, recorder.event),
             ):
-                beyond_its_end.enter_context(ends_with_the_head(cluster.head_address, folder.path, last, observer.event))
-                observer.event("info", f"output of the actors: {cluster.log_folder}")
-                _look_at_nodes(config, folder, observer, view, point.checkpoint.hf if point else config.model)
+                beyond_its_end.enter_context(ends_with_the_head(cluster.head_address, folder.path, last, recorder.event))
+                recorder.event("info", f"output of the actors: {cluster.log_folder}")
+                _look_at_nodes(config, folder, recorder, view, point.checkpoint.hf if point else config.model)
                 register_stack_dump()
                 HALF_OVER.set(collector.half_over)
                 summary = run_controller(controller, silence_s=config.deadlines.driver_s)
@@ -203,18 +203,18 @@ def _run_in(
         if summary is None:
             code = signals.exit_code(error.number) if isinstance(error, signals.Interrupted) else 1
             signals.all_is_done(None)  # a last line that could not be written: what was done isn't all
-            _keep_failure(error, observer, folder, config.steps)
+            _keep_failure(error, recorder, folder, config.steps)
             has_report = not is_disk_late(error)
             view.close()
             raise
         code = summary.exit_code
-        observer.keep_event("info", f"ended by {error} {_AFTER_ALL}")
+        recorder.keep_event("info", f"ended by {error} {_AFTER_ALL}")
     finally:
         is_interrupted = is_interrupted or signals.is_ending()  # which knows nothing of a signal that the run's event loop has taken
         try:
-            observer.close(within_s=2.0 if is_interrupted else 30.0)
-            if observer.hangs():
-                signals.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, observer.hangs)
+            recorder.close(within_s=2.0 if is_interrupted else 30.0)
+            if recorder.hangs():
+                signals.end_within(_LEFT_INTERRUPTED_S if is_interrupted else _LEFT_S, code, recorder.hangs)
             if has_report and not is_interrupted:
                 report = _last_look(partial(_report, folder), "the report", f"evenkeel report {folder.path} writes it", config, view)
         except signals.Interrupted as error:
@@ -253,8 +253,8 @@ def _opened(config: RunConfig, folder: RunFolder, view: TerminalView, totals: di
     """Both read what the folder has of earlier steps. Raises: ConfigError; DiskLate."""
 
     def read() -> tuple[Recorder, StackCollector]:
-        observer = Recorder(config, folder, view, totals)
-        return observer, StackCollector(folder, observer.event)
+        recorder = Recorder(config, folder, view, totals)
+        return recorder, StackCollector(folder, recorder.event)
 
     limit_s, say = config.deadlines.disk_s, partial(view.event, "warning")
     try:
@@ -270,11 +270,11 @@ def _keep_last(folder: RunFolder, text: str) -> None:
         DaemonThreads().submit(folder.event, "info", text).result(_LISTED_S)
 
 
-def _keep_failure(error: BaseException, observer: Recorder, folder: RunFolder, steps: int) -> None:
+def _keep_failure(error: BaseException, recorder: Recorder, folder: RunFolder, steps: int) -> None:
     """Why a run has not come to its end, as its last event; and with the error how it can go on."""
     if isinstance(error, DeadlineExceeded) and error.what:
-        observer.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
-    observer.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
+        recorder.keep_event("warning", WaitNotice(error.what, round(error.seconds)))
+    recorder.keep_event("error", *_said(error))  # the terminal has it from whoever catches it
     with contextlib.suppress(OSError, RuntimeError):  # a disk that refuses or hangs, or a machine without a thread left, hides no error
         saved, is_left = DaemonThreads().submit(_saved_and_left, folder, steps).result(_LISTED_S)
         if is_left:
@@ -289,7 +289,7 @@ def _saved_and_left(folder: RunFolder, steps: int) -> tuple[bool, bool]:
     return bool(saved), bool(saved) and (saved[-1].step < steps or bool(left_after_training(folder, steps)))
 
 
-def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Recorder, view: TerminalView, model: Path) -> None:
+def _look_at_nodes(config: RunConfig, folder: RunFolder, recorder: Recorder, view: TerminalView, model: Path) -> None:
     """What the run asks of Ray against what is there, a table on the terminal and a line in events.log; and what else stands in its way.
 
     Args:
@@ -298,31 +298,31 @@ def _look_at_nodes(config: RunConfig, folder: RunFolder, observer: Recorder, vie
     """
     config = config.model_copy(update={"model": model})  # a name of the hub is one here, too: each node looks in its own cache
     limit_s = config.deadlines.disk_s
-    by_disk = partial(by_disk_at_start, limit_s=lambda: limit_s, say=observer.waiting)
+    by_disk = partial(by_disk_at_start, limit_s=lambda: limit_s, say=recorder.waiting)
     shape = by_disk(lambda: ModelShape.read(config_folder(model)), "the model's config", disk=MODEL_OR_RUN)
     view.compare_with(usual_mismatch(config, has_experts=shape.experts > 0))
     nodes: Nodes
     if config.ray.address is None:
         what = "facts of this machine, and the model's folder"
         look = partial(by_disk, partial(own_machine, config), what, disk=MODEL_OR_RUN, computes=True)
-        nodes = when_others_have_left(look, config, shape, lambda text: observer.event("info", text))
+        nodes = when_others_have_left(look, config, shape, lambda text: recorder.event("info", text))
     else:
         nodes = nodes_of_cluster(config, folder.path, within_s=_NODES_S, by_disk=by_disk)
     rows = requests(nodes, config)
     view.show(table_of(rows))
-    observer.keep_event("info", "; ".join(str(row) for row in rows))
+    recorder.keep_event("info", "; ".join(str(row) for row in rows))
     found = on_nodes(nodes, config, shape)
     for one in found:
         if one.severity != "fail":
-            observer.event("warning" if one.severity == "warn" else "info", str(one))
+            recorder.event("warning" if one.severity == "warn" else "info", str(one))
     stop_at_failures(found)
 
 
 @contextlib.contextmanager
-def _log_as_events(observer: Recorder) -> Iterator[None]:
+def _log_as_events(recorder: Recorder) -> Iterator[None]:
     """What this process logs about the run is an event of it: above the live panel, and in events.log."""
     logger = logging.getLogger("evenkeel")
-    handler, before = _EventHandler(observer), (logger.level, logger.propagate)
+    handler, before = _EventHandler(recorder), (logger.level, logger.propagate)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -334,13 +334,13 @@ def _log_as_events(observer: Recorder) -> Iterator[None]:
 
 
 class _EventHandler(logging.Handler):
-    def __init__(self, observer: Recorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._observer = observer
+        self._recorder = recorder
 
     def emit(self, record: logging.LogRecord) -> None:
         level: EventLevel = "info" if record.levelno < logging.WARNING else "warning" if record.levelno < logging.ERROR else "error"
-        self._observer.event(level, record.msg if isinstance(record.msg, WaitNotice) else record.getMessage())
+        self._recorder.event(level, record.msg if isinstance(record.msg, WaitNotice) else record.getMessage())
 
 
 def _said(error: BaseException) -> tuple[str, EventKind]:

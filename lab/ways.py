@@ -60,7 +60,7 @@ threading.Thread(target=told, daemon=True).start()
 """
 WEIGHTS = re.compile(r"weight|publish|broadcast|bucket|export|convert|receipt|checksum|version_|/sync", re.I)
 APART = re.compile(
-    r"/(record|metrics|checkpoints|processes|reports?|early_warning|diagnostics|commands|settings)/|stacks|observer|heartbeat|errors\.py"
+    r"/(record|metrics|checkpoints|processes|reports?|early_warning|diagnostics|commands|settings)/|stacks|heartbeat|errors\.py"
 )
 
 

@@ -38,7 +38,7 @@ class CheckpointWriter:
     def __init__(
         self,
         folder: RunFolder,
-        observer: Recorder,
+        recorder: Recorder,
         settings: CheckpointConfig,
         deadlines: DeadlinesConfig,
         *,
@@ -50,7 +50,7 @@ class CheckpointWriter:
             begins_at: step from which the run goes on; 0: from its start, without a checkpoint.
             pause_s: seconds between two attempts at the run's end, where there is no step in between.
         """
-        self._folder, self._observer, self._settings = folder, observer, settings
+        self._folder, self._recorder, self._settings = folder, recorder, settings
         # Most seconds for the copy, and as many again for writing it.
         self._deadline_s = deadlines.checkpoint_s
         self._disk_s = deadlines.disk_s
@@ -171,7 +171,7 @@ class CheckpointWriter:
         """Do work on the run folder's disk. Raises: as the work; DiskLate, and the checkpoint is given up."""
         work, what = asyncio.shield(self._handed_to_disk(function, *arguments)), f"checkpoint of step {self._begun} ({part})"
         try:
-            return await wait_for_disk(work, what, deadline_s=self._disk_s, notice=self._observer.waiting)
+            return await wait_for_disk(work, what, deadline_s=self._disk_s, notice=self._recorder.waiting)
         except DiskLate:
             self._is_given_up.set()
             raise
@@ -213,11 +213,11 @@ class CheckpointWriter:
             chosen = await self._by_disk("sizes of damaged ones", which, self._folder, how_far)
             for path in chosen:
                 await self._by_disk("removal of a damaged one", shutil.rmtree, path)
-                self._observer.event("info", f"{path.name}, a damaged checkpoint that was set aside, is removed: {why}")
+                self._recorder.event("info", f"{path.name}, a damaged checkpoint that was set aside, is removed: {why}")
         except DiskLate:  # an OSError, too
             raise
         except OSError as error:
-            self._observer.event("warning", f"damaged checkpoints that were set aside could not all be removed: {error}")
+            self._recorder.event("warning", f"damaged checkpoints that were set aside could not all be removed: {error}")
             return True
         return bool(chosen)
 
@@ -231,12 +231,12 @@ class CheckpointWriter:
                 )
         final = self._folder.path / "checkpoints" / f"step_{checkpoint.step:06d}"
         size = await self._by_disk("its size", bytes_under, final)
-        self._observer.saved(final, time.monotonic() - began)
+        self._recorder.saved(final, time.monotonic() - began)
         try:
             await self._by_disk("removal of older ones", self._folder.prune_checkpoints, self._settings.keep)
             await self._remove_damaged("a newer one is kept to be looked at", superseded, KEPT)
         except (OSError, DeadlineExceeded) as error:  # the new one is there all the same
-            self._observer.event("warning", f"checkpoints that are no longer needed could not be removed: {error}")
+            self._recorder.event("warning", f"checkpoints that are no longer needed could not be removed: {error}")
         return size
 
     async def _until_written(self, checkpoint: Checkpoint, learner: LearnerGroup) -> None:
@@ -245,11 +245,11 @@ class CheckpointWriter:
         what = f"checkpoint of step {checkpoint.step} (the ranks' parts)"
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await learner.saved(deadline_s=self._deadline_s, what=what, notice=self._observer.waiting)
+                return await learner.saved(deadline_s=self._deadline_s, what=what, notice=self._recorder.waiting)
             except DeadlineExceeded as error:
                 if attempt == ATTEMPTS:
                     raise
-                self._observer.event(
+                self._recorder.event(
                     "warning",
                     f"the checkpoint of step {checkpoint.step} is still being written, and training goes on: {error}; "
                     f"after {ATTEMPTS - attempt} more such waits it counts as failed",
@@ -261,7 +261,7 @@ class CheckpointWriter:
         self._is_owed = True
         if self._failures >= ATTEMPTS:
             raise DataError(f"{ATTEMPTS} checkpoints in a row failed, the last after step {self._begun}: {error}") from error
-        self._observer.event(
+        self._recorder.event(
             "warning",
             f"the checkpoint of step {self._begun} failed ({self._failures} of {ATTEMPTS} in a row end the run), and is tried again after "
             f"the next step: {error}",

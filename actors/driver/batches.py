@@ -54,8 +54,8 @@ _LAST_TOKENS_S = 5.0
 class BatchSource:
     """Book and service of a run from one starting point on. The book exists from the beginning, the service after `start`."""
 
-    def __init__(self, config: RunConfig, point: StartingPoint, ledger: Ledger, observer: Recorder) -> None:
-        self._config, self._observer, self.ledger = config, observer, ledger
+    def __init__(self, config: RunConfig, point: StartingPoint, ledger: Ledger, recorder: Recorder) -> None:
+        self._config, self._recorder, self.ledger = config, recorder, ledger
         self.changes = Changes()
         self.book = GroupBook(
             groups_per_step=config.groups_per_step,
@@ -74,13 +74,13 @@ class BatchSource:
         self.service: Any = None
 
     @classmethod
-    async def opened(cls, config: RunConfig, point: StartingPoint, folder: RunFolder, observer: Recorder, by_disk: ByDisk) -> BatchSource:
+    async def opened(cls, config: RunConfig, point: StartingPoint, folder: RunFolder, recorder: Recorder, by_disk: ByDisk) -> BatchSource:
         """A source with the ledger of the run folder. Its file is read, and cut to the checkpoint, once all earlier lines are written.
 
         Raises: LedgerError; DeadlineExceeded if the disk hangs.
         """
-        opening = partial(open_ledger, folder.path / "ledger.jsonl", point.state, observer.event, observer.disk.do)
-        source = cls(config, point, await by_disk(observer.disk.result(opening), "the ledger's checksum"), observer)
+        opening = partial(open_ledger, folder.path / "ledger.jsonl", point.state, recorder.event, recorder.disk.do)
+        source = cls(config, point, await by_disk(recorder.disk.result(opening), "the ledger's checksum"), recorder)
         source.ledger.compare(source.book.contents())
         return source
 
@@ -115,9 +115,9 @@ class BatchSource:
     async def keep_scatter(self) -> None:
         """Hand the service's picture of tokens to the report."""
         try:
-            self._observer.keep_scatter(await self.ask(self.service.scatter))
+            self._recorder.keep_scatter(await self.ask(self.service.scatter))
         except (EvenkeelError, ray.exceptions.RayError) as error:
-            self._observer.event("warning", f"the report goes without its picture of tokens: {error}")
+            self._recorder.event("warning", f"the report goes without its picture of tokens: {error}")
 
     def stop(self) -> None:
         """Prepare no further batch; what is prepared is dropped."""
@@ -134,14 +134,14 @@ class BatchSource:
         """
         contents = self.book.contents()
         self.ledger.compare(contents)
-        take = partial(whole_snapshot, contents, tell=partial(self._observer.event, "info"))
+        take = partial(whole_snapshot, contents, tell=partial(self._recorder.event, "info"))
         whole = await unless_set(is_hurried, take(tokens_s=self._config.deadlines.checkpoint_s))
         return whole or await take(tokens_s=_LAST_TOKENS_S), self.monitor
 
     async def ask(self, method: Any, *arguments: Any, deadline_s: float | None = None) -> Any:
         """Make a call of the service that may be repeated. Args: deadline_s: None: it is a short one."""
         what, limit_s = f"{method._method_name} <- correction service", deadline_s or self._config.deadlines.sync_s
-        call, notify = partial(method.remote, *arguments), self._observer.event
+        call, notify = partial(method.remote, *arguments), self._recorder.event
         return await while_they_answer(self.parts, call, what, deadline_s=limit_s, notify=notify)
 
     async def compared(self, version: int, result: StepResult) -> Agreement | None:
@@ -170,7 +170,7 @@ class BatchSource:
 
         deadlines = self._config.deadlines
         limit_s, notice_s = new_parts_s(deadlines.start_s), deadlines.notice_s
-        await wait_for(is_replaced(), what, deadline_s=limit_s, notice_s=notice_s, notice=self._observer.waiting)
+        await wait_for(is_replaced(), what, deadline_s=limit_s, notice_s=notice_s, notice=self._recorder.waiting)
 
     async def next(self, version: int, learner: LearnerGroup, pool: RolloutPool, *, step: int) -> PreparedBatch:
         """The batch of a version, complete; the next one is begun before this returns.
@@ -192,7 +192,7 @@ class BatchSource:
             deadline_s=deadlines.batch_s,
             counts_from=pool.last_progress,
             notice_s=deadlines.notice_s,
-            notice=self._observer.waiting,
+            notice=self._recorder.waiting,
             detail=waiting_for,
         )
         ahead = self._ahead if self._ahead is not None and self._ahead.version == version else self._begin(version)
@@ -222,7 +222,7 @@ class BatchSource:
         """
         discarded = self.book.settle(version, published, batch.group_ids, now=time.monotonic())
         self.ledger.settle(step, trained=batch.prompt_ids, discarded=discarded, contents=self.book.contents())
-        self._observer.note(self.book.delays.read())
+        self._recorder.note(self.book.delays.read())
         return self.book.counts(), discarded
 
 

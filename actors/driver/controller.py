@@ -101,13 +101,13 @@ class Controller:
         config: RunConfig,
         folder: RunFolder,
         task: Task,
-        observer: Recorder,
+        recorder: Recorder,
         *,
         resume_from: tuple[Checkpoint, TrainingState] | None = None,
     ) -> None:
-        self._config, self._folder, self._task, self._observer = config, folder, task, observer
-        self._warn = partial(observer.event, "warning")
-        self._by_disk: ByDisk = partial(by_disk, deadlines=config.deadlines, notice=observer.waiting)
+        self._config, self._folder, self._task, self._recorder = config, folder, task, recorder
+        self._warn = partial(recorder.event, "warning")
+        self._by_disk: ByDisk = partial(by_disk, deadlines=config.deadlines, notice=recorder.waiting)
 
         # Where the run stands.
         self._point = StartingPoint(config.model, *(resume_from or ()))
@@ -124,7 +124,7 @@ class Controller:
         self._shutdown = ShutdownSignals(self._announce_end, self._abort_step, lambda: self._checkpoints.saved_step)
         self._alarm = ""  # why an alarm, or a want of groups, ends the run; empty: none does
         self._no_batch = asyncio.Event()
-        self._learning = LearningWatch(config, observer.event, self._short_of_groups)
+        self._learning = LearningWatch(config, recorder.event, self._short_of_groups)
 
         # Of the whole run. `_start` adds the rollout pool, its evaluations and the places of ranks.
         self._watch = Stopwatch()
@@ -137,7 +137,7 @@ class Controller:
 
         # From one starting point on. `_open_book` and `_start_parts` add the book with the service, the learner and its weight sync.
         self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
-        self._checkpoints = CheckpointWriter(folder, observer, config.checkpoint, config.deadlines, begins_at=self._step)
+        self._checkpoints = CheckpointWriter(folder, recorder, config.checkpoint, config.deadlines, begins_at=self._step)
         self._step_under_way: StepUnderWay | None = None
         self._ends_of_parts = contextlib.AsyncExitStack()
         self._parts: dict[str, Any] = {}  # actors without which the run can't go on, by name
@@ -154,7 +154,7 @@ class Controller:
         Raises: EvenkeelError kinds, with what to change.
         """
         with self._shutdown.handled():
-            self._observer.serve()
+            self._recorder.serve()
             try:
                 await self._start()
                 return await self._until_done()
@@ -162,19 +162,19 @@ class Controller:
                 await self._end()
 
     async def _start(self) -> None:
-        config, observer = self._config, self._observer
+        config, recorder = self._config, self._recorder
         self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
         keep = partial(self._folder.keep_model_files, outline_folder(self._point.weights)[0])
-        await self._by_disk(observer.disk.result(keep), "config and tokenizer of the model")
+        await self._by_disk(recorder.disk.result(keep), "config and tokenizer of the model")
         workers, ranks = first_workers(config.rollout, config.places), config.learner.world_size
-        observer.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
+        recorder.phase(f"starting {counted(workers, 'rollout worker')} and {counted(ranks, 'learner rank')}")
         await self._open_book()
         self._places = await reserve(config)  # before engines take the GPUs
         self._start_pool()
 
     async def _open_book(self) -> None:
-        self._empty_steps = EmptySteps(self._config.max_staleness, self._observer.event)
-        self._source = await BatchSource.opened(self._config, self._point, self._folder, self._observer, self._by_disk)
+        self._empty_steps = EmptySteps(self._config.max_staleness, self._recorder.event)
+        self._source = await BatchSource.opened(self._config, self._point, self._folder, self._recorder, self._by_disk)
         self._source.book.filters &= self._learning.filters  # also after the run has gone back
 
     def _start_pool(self) -> None:
@@ -184,7 +184,7 @@ class Controller:
             config.deadlines,
             self._source.book,
             self._source.changes,
-            self._observer,
+            self._recorder,
             config.places,
             self._learning.finished,
         )
@@ -194,7 +194,7 @@ class Controller:
             config.deadlines,
             self._pool,
             self._held_out,
-            self._observer,
+            self._recorder,
             steps=config.steps,
             counts_from=self._pool.attended_since,
         )
@@ -228,7 +228,7 @@ class Controller:
         return await unless_failed(work, self._pool.raise_on_failure())
 
     async def _while_parts_live(self, work: Coroutine[Any, Any, T]) -> T:
-        return await unless_failed(work, raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._observer.event))
+        return await unless_failed(work, raise_when_lost(self._parts, self._config.deadlines.part_heartbeat_s, self._recorder.event))
 
     def _goes_on_after(self, lost: Lost, failure: BaseException, *, is_replaced: bool) -> bool:
         """Whether parts are replaced, or the run goes back. If not, all is trained and saved. Raises: what ends the run."""
@@ -251,7 +251,7 @@ class Controller:
 
     async def _start_parts(self) -> None:
         """Start service and learner at the starting point; return when one engine holds the first weights. Book and pool are there."""
-        config, observer = self._config, self._observer
+        config, recorder = self._config, self._recorder
         self._source.start(self._alarms.correction)
         self._ends_of_parts.callback(self._source.stop)
         self._parts |= self._source.parts
@@ -260,21 +260,21 @@ class Controller:
         self._learner, infos = await start_learner(config, self._point, self._places, self._parts, self._kept)
         self._kept = self._learner
         for info in infos:
-            observer.joined(info)
+            recorder.joined(info)
         for level, note in self._alarms.notes():
-            observer.event(level, note)
+            recorder.event(level, note)
         self._sync = make_sync(
             config,
             self._learner,
             self._held_out[0].token_ids,
-            observer,
+            recorder,
             self._pool,
             generation=self._generation,
             on_receipt=self._receipt,
         )
         self._ends_of_parts.push_async_callback(self._ended, "weight sync", self._sync.close)
         await self._pool.first_worker()
-        observer.doing("sending the first weights to the engines")
+        recorder.doing("sending the first weights to the engines")
         await self._sync.publish()
         self._pool.follow(self._sync)
         await self._sync.receipts(self._version, deadline_s=config.deadlines.receipts_s, is_one_enough=True)
@@ -282,12 +282,12 @@ class Controller:
 
     def _receipt(self, receipt: SyncReceipt) -> None:
         self._pool.wake()
-        self._observer.receipt(receipt)
+        self._recorder.receipt(receipt)
 
     async def _replace(self, lost: Lost, failure: BaseException) -> None:
         """Replace the service; learner and engines keep running."""
-        self._observer.doing(f"{lost} gone: new ones start, rollouts go on")
-        await unless_set(self._shutdown.is_asked, self._rollbacks.pause(self._observer.event))
+        self._recorder.doing(f"{lost} gone: new ones start, rollouts go on")
+        await unless_set(self._shutdown.is_asked, self._rollbacks.pause(self._recorder.event))
         if self._step_under_way is not None and self._step_under_way.has_lost_its_batch:
             self._step_under_way = None
         under_way = self._step_under_way
@@ -295,38 +295,38 @@ class Controller:
         self._parts |= self._source.parts
         if under_way is None:  # it may have been asked for logprobs
             await self._learner.settled()
-        self._observer.replaced_service()
+        self._recorder.replaced_service()
         self._warn(what_goes_on(lost, failure, step=self._step))
 
     async def _withdraw(self, lost: Lost, failure: BaseException) -> None:
         """End what holds the run's state, and what is under way with it. All steps that are finished are written."""
         self._warn(what_is_lost(lost, failure))
-        self._observer.doing(f"{lost} gone: going back to the last checkpoint")
+        self._recorder.doing(f"{lost} gone: going back to the last checkpoint")
         self._are_up = self._goes_on = False
         self._drop_step()
         await self._evaluations.abandon()
         await self._pool.withdraw()
-        self._kept, self._parts = await end_parts(self._parts, self._kept, lost, self._observer.waiting)
+        self._kept, self._parts = await end_parts(self._parts, self._kept, lost, self._recorder.waiting)
         await self._ends_of_parts.aclose()
         await done_or_reported(self._checkpoints.finished(), "checkpoint under way", _END_S, self._warn)
-        await done_or_reported(self._observer.flush(), "lines of the last steps", _END_S, self._warn)
+        await done_or_reported(self._recorder.flush(), "lines of the last steps", _END_S, self._warn)
         self._checkpoints.abandon()
-        self._observer.abandon()
+        self._recorder.abandon()
 
     async def _roll_back(self) -> None:
         """Go back to the last checkpoint, when no part of the run is left that could still change something."""
         step, version = self._step, self._version
         await self._by_disk(self._checkpoints.off_disk(), "what it still does for an abandoned checkpoint")
-        self._point, said = await self._rollbacks.found(self._config.model, self._observer.disk, self._observer.event, self._by_disk)
+        self._point, said = await self._rollbacks.found(self._config.model, self._recorder.disk, self._recorder.event, self._by_disk)
         self._generation += 1
         self._warn(what_is_done_again(self._point, step=step, version=version, generation=self._generation))
         for level, sentence in said:
-            self._observer.event(level, sentence)
+            self._recorder.event(level, sentence)
         self._step, self._version, self._is_trained = self._point.step, self._point.version, self._point.step >= self._config.steps
-        self._observer.roll_back(self._point.totals, self._step)
+        self._recorder.roll_back(self._point.totals, self._step)
         config = self._config
         self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
-        self._checkpoints = CheckpointWriter(self._folder, self._observer, config.checkpoint, config.deadlines, begins_at=self._step)
+        self._checkpoints = CheckpointWriter(self._folder, self._recorder, config.checkpoint, config.deadlines, begins_at=self._step)
         await self._open_book()
         self._pool.serve(self._source.book, self._source.changes, self._generation)
         await self._start_parts()
@@ -340,18 +340,18 @@ class Controller:
             refuse_unscored(self._first_evaluation)
         if not self._goes_on:
             gc.freeze()  # a full garbage collection need not walk through all that the imports made
-            self._observer.phase("training")
-            self._observer.training_begins(time.monotonic() - self._began)
+            self._recorder.phase("training")
+            self._recorder.training_begins(time.monotonic() - self._began)
         self._is_begun = self._goes_on = self._shutdown.is_training = True
         prompts = map(self._task.train_prompt, itertools.count(self._source.book.admitted))
-        feeding = self._pool.feed(prompts, self._source.take_unfinished(), self._source.ledger.hand_out, self._observer.admitted)
+        feeding = self._pool.feed(prompts, self._source.take_unfinished(), self._source.ledger.hand_out, self._recorder.admitted)
         await unless_failed(self._train_and_save(), feeding)
         self._shutdown.is_training, self._is_trained = False, True
 
     async def _train_and_save(self) -> None:
         await self._train()
         await self._checkpoints.save_with_retries(self._step, self._save)
-        await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
+        await self._by_disk(self._recorder.disk.result(self._source.ledger.flush), "the ledger's lines")
 
     async def _train(self) -> None:
         while self._step_under_way or (self._step < self._config.steps and not self._ends_early):
@@ -371,8 +371,8 @@ class Controller:
             await self._answer_alarms()
 
     async def _next_batch(self) -> PreparedBatch:
-        await self._by_disk(self._observer.disk.room(), f"room for the lines of step {self._step + 1}")
-        self._observer.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
+        await self._by_disk(self._recorder.disk.room(), f"room for the lines of step {self._step + 1}")
+        self._recorder.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
         with self._watch.phase("wait_learner") as wait:
             self._pool.learner_waits(self._version, wait)
             batch = self._source.next(self._version, self._learner, self._pool, step=self._step)
@@ -385,19 +385,19 @@ class Controller:
             if said := check_batch(found, config.true_on_policy_on_difference, step=self._step + 1):
                 self._warn(said)
             if found is not None:
-                self._observer.note(metrics_of(found))
+                self._recorder.note(metrics_of(found))
         await self._publish()  # engines take it while we go on
         return result
 
     async def _learn(self, batch: PreparedBatch) -> Any:
-        self._observer.doing(f"step {self._step + 1} in training; rollouts go on")
+        self._recorder.doing(f"step {self._step + 1} in training; rollouts go on")
         with self._watch.phase("train"):
             return await self._learner.step(batch.corrected, batch.correction, step=self._step)
 
     async def _publish(self) -> None:
         """The new weights, as the next version, if the engines are to have it."""
         self._version += 1
-        self._observer.trained(self._pool.versions(), *self._pool.counts(), self._pool.target)
+        self._recorder.trained(self._pool.versions(), *self._pool.counts(), self._pool.target)
         if self._version % self._config.weight_sync.every_steps == 0 or self._evaluations.is_due(self._step + 1):
             await self._sync.publish()
 
@@ -407,7 +407,7 @@ class Controller:
         counts, discarded = self._source.settle(step, batch, version=self._version, published=self._sync.version)
         self._step, self._step_under_way = step, None
         loads = asyncio.create_task(self._pool.loads(self._version))
-        self._observer.end_step(step, self._version, batch, result, took, counts, discarded, loads, self._observe)
+        self._recorder.end_step(step, self._version, batch, result, took, counts, discarded, loads, self._observe)
         self._learning.trained()
         self._empty_steps.note(step, batch, result)
 
@@ -423,7 +423,7 @@ class Controller:
         """Do what is configured about the alarms that have come."""
         if self._alarm or not self._alarms.has_some:
             return
-        await self._observer.flush()  # the alarm is reported before what it leads to
+        await self._recorder.flush()  # the alarm is reported before what it leads to
         if (action := self._alarms.decide()) is not None and action.replacement is not None:
             self._warn(action.text)
             await unless_set(self._shutdown.is_hurried, self._source.switch(action.replacement.correction))
@@ -446,20 +446,20 @@ class Controller:
     async def _save(self) -> None:
         """Save a checkpoint. The learner is idle."""
         await self._checkpoints.finished()
-        self._observer.doing(f"checkpoint of step {self._step}")
-        await self._observer.flush()  # a resume goes on after this step: its line and counts have to be there by then
+        self._recorder.doing(f"checkpoint of step {self._step}")
+        await self._recorder.flush()  # a resume goes on after this step: its line and counts have to be there by then
         await self._answer_alarms()  # and what its diagnostics have set off
         await self._checkpoints.begin(self._step, self._learner, self._training_state)
 
     async def _training_state(self) -> TrainingState:
         queue, monitor = await self._source.saved(self._shutdown.is_hurried)
-        mark = await self._by_disk(self._observer.disk.result(self._source.ledger.flush), "the ledger's lines")
+        mark = await self._by_disk(self._recorder.disk.result(self._source.ledger.flush), "the ledger's lines")
         return TrainingState(
             self._step,
             self._version,
             time.monotonic() - self._began,
             queue,
-            self._observer.totals(),
+            self._recorder.totals(),
             monitor,
             self._alarms.replacement,
             mark,
@@ -483,7 +483,7 @@ class Controller:
 
     def _abort_step(self) -> None:
         """Called at SIGTERM, whose sender may kill in a few seconds: abort the step under way, so that finished steps are saved."""
-        self._observer.stop_waiting()
+        self._recorder.stop_waiting()
         self._aborting = asyncio.create_task(done_or_reported(self._learner.abort(), "end of the step under way", _END_S, self._warn))
 
     def _drop_step(self) -> None:
@@ -508,17 +508,17 @@ class Controller:
             ended_by=self.ended_by if is_early else None,
         )
         self._shutdown.done(self.summary.exit_code)
-        await self._observer.flush()
+        await self._recorder.flush()
         await unless_set(self._shutdown.is_hurried, self._source.keep_scatter())
         return self.summary
 
     async def _end(self) -> None:
         """Stop all parts that were started. A checkpoint that is being written is finished first, unless the run ends at once."""
-        self._observer.doing("ending")
+        self._recorder.doing("ending")
         self._drop_step()
         if not (at_once := self._shutdown.is_at_once):
             await done_or_reported(self._checkpoints.finished(), "checkpoint under way", self._config.deadlines.checkpoint_s, self._warn)
-        await done_or_reported(self._observer.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
+        await done_or_reported(self._recorder.flush(), "lines of the last steps", 1.0 if at_once else _END_S, self._warn)
         self._checkpoints.abandon()
         await self._ends_of_parts.aclose()
         await self._ends.aclose()

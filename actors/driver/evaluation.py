@@ -75,7 +75,7 @@ class Evaluations:
         deadlines: DeadlinesConfig,
         answerer: Answerer,
         prompts: Sequence[Prompt],
-        observer: Recorder,
+        recorder: Recorder,
         *,
         steps: int,
         counts_from: Callable[[], float] | None = None,
@@ -86,7 +86,7 @@ class Evaluations:
             counts_from: time of the event loop before which nobody was there to answer.
         """
         self._settings, self._deadlines, self._answerer, self._prompts = settings, deadlines, answerer, prompts
-        self._observer, self._steps, self._counts_from = observer, steps, counts_from
+        self._recorder, self._steps, self._counts_from = recorder, steps, counts_from
         self._during_training: asyncio.Task[Evaluation] | None = None
 
     def is_due(self, step: int) -> bool:
@@ -99,7 +99,7 @@ class Evaluations:
         if not self.is_due(step):
             return
         if self._during_training is not None and not self._during_training.done():
-            self._observer.event("info", f"evaluation of step {step} left out: the one before is still running")
+            self._recorder.event("info", f"evaluation of step {step} left out: the one before is still running")
             return
         prompts = self._prompts[: self._settings.problems_between]
         self._during_training = asyncio.create_task(self._in_time(prompts, f"evaluation during step {step + 1}", step, version))
@@ -107,7 +107,7 @@ class Evaluations:
 
     def _note(self, task: asyncio.Task[Evaluation]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self._observer.event("warning", f"an evaluation during training failed: {task.exception()}")
+            self._recorder.event("warning", f"an evaluation during training failed: {task.exception()}")
 
     async def finished(self) -> None:
         """Wait for the evaluation during training, if one is running, however it ends; it has a deadline of its own."""
@@ -124,17 +124,17 @@ class Evaluations:
             version: of the weights, which are published first if they aren't yet.
         """
         await self.finished()
-        self._observer.phase(f"evaluating {when} on {counted(len(self._prompts), 'held-out problem')}")
+        self._recorder.phase(f"evaluating {when} on {counted(len(self._prompts), 'held-out problem')}")
         if sync.version < version:
             await sync.publish()
         try:
             await sync.receipts(version, deadline_s=self._deadlines.receipts_s)
         except DeadlineExceeded as error:  # those that hold them answer
-            self._observer.event("warning", f"the evaluation {when} goes without some engines: {error}")
+            self._recorder.event("warning", f"the evaluation {when} goes without some engines: {error}")
         try:
             return await self._in_time(self._prompts, f"evaluation {when}", step, version)
         except (EvenkeelError, RayError) as error:
-            self._observer.event("warning", f"left out: {error}")
+            self._recorder.event("warning", f"left out: {error}")
             return None
 
     async def abandon(self) -> None:
@@ -150,10 +150,10 @@ class Evaluations:
             deadline_s=self._deadlines.evaluation_s,
             counts_from=self._counts_from,
             notice_s=self._deadlines.notice_s,
-            notice=self._observer.waiting,
+            notice=self._recorder.waiting,
         )
 
     async def _evaluate(self, prompts: Sequence[Prompt], step: int) -> Evaluation:
         result = await evaluate(self._answerer, prompts, self._settings, step=step, correct_at=self._settings.correct_at)
-        self._observer.evaluated(result, prompts)
+        self._recorder.evaluated(result, prompts)
         return result

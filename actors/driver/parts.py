@@ -118,19 +118,19 @@ def make_sync(
     config: RunConfig,
     learner: LearnerGroup,
     probe_ids: Sequence[int],
-    observer: Recorder,
+    recorder: Recorder,
     pool: RolloutPool,
     *,
     generation: int,
     on_receipt: Callable[[SyncReceipt], None],
 ) -> WeightSync:
-    """Make the weight sync from the learner to the pool's engines. It reports failures to the observer, and engines to replace to the
+    """Make the weight sync from the learner to the pool's engines. It reports failures to the recorder, and engines to replace to the
     pool."""
     return WeightSync(
         config.weight_sync,
         config.rollout.engine,
         learner,
-        SyncCallbacks(on_receipt, observer.probed, observer.dirty, failure=pool.report_unsyncable, loss=pool.weights_lost),
+        SyncCallbacks(on_receipt, recorder.probed, recorder.dirty, failure=pool.report_unsyncable, loss=pool.weights_lost),
         probe_ids=probe_ids,
         sync_s=config.deadlines.sync_s,
         bucket_s=bucket_s(config),

@@ -83,7 +83,7 @@ class RolloutPool:
         deadlines: DeadlinesConfig,
         book: GroupBook,
         changes: Changes,
-        observer: Recorder,
+        recorder: Recorder,
         places: int = 1,
         on_finished: Callable[[StoredGroup], object] = lambda _: None,
     ) -> None:
@@ -93,7 +93,7 @@ class RolloutPool:
             places: groups that admission allows outstanding; an elastic pool grows to no more workers than they keep busy.
             on_finished: takes each group that a worker has sampled and scored.
         """
-        self._settings, self._config, self._deadlines, self._observer = settings, settings.rollout, deadlines, observer
+        self._settings, self._config, self._deadlines, self._recorder = settings, settings.rollout, deadlines, recorder
         self._on_finished = on_finished
         self.tasks = PoolTasks()
         self.generation = 0  # of the run, see actors/driver/recovery.py
@@ -133,13 +133,13 @@ class RolloutPool:
         self._orphaned_at: dict[str, float] = {}
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._latest = LatestGroups(window_s)
-        self._scoring = Scoring(self._config.reward, window_s, notify=self._observer.event)
+        self._scoring = Scoring(self._config.reward, window_s, notify=self._recorder.event)
 
     def start(self, *, has_scored: bool = False) -> None:
         """Ask for all workers; they join as they come. Args: has_scored: the run is resumed, and its reward has scored before."""
         self._has_scored = has_scored
         if self._rule is not None and (note := unreached_limit(self._limits)) is not None:
-            self._observer.event("info", note)
+            self._recorder.event("info", note)
         self._replenish()
         if ray.is_initialized():
             self.tasks.spawn(preemption.watch_nodes(self._node_leaves, self._node_is_gone))
@@ -258,7 +258,7 @@ class RolloutPool:
             return
         decision = rule.after(StepLoad(seconds, min(1.0, waited_s / seconds), workers_wait(since), len(loads)))
         if decision is not None:
-            self._observer.scaled(decision)
+            self._recorder.scaled(decision)
             self.resize(decision.target, decision.reason)
 
     def _staying(self) -> list[WorkerHandle]:
@@ -297,7 +297,7 @@ class RolloutPool:
             self._has_begun = True
             self._replenish()  # those that were given up before
         self.progress()
-        self._observer.joined(info)
+        self._recorder.joined(info)
         self.tasks.spawn(self._follow_heartbeat(worker))
         self.tasks.spawn(self._wait_for_end_notice(worker))
         if self.sync is not None:
@@ -324,7 +324,7 @@ class RolloutPool:
         hand_back_s = max(_LEAST_HAND_BACK_S, drain_s if left_s is None else min(drain_s, left_s - within_s))
         worker.state, worker.leaves = WorkerState.LEAVING, True
         under_way = f"with {counted(len(worker.groups), 'group')} under way and {within_s:.0f} s for them"
-        self._observer.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")
+        self._recorder.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")
         self.tasks.spawn(self._left(worker, within_s, hand_back_s))
 
     async def _left(self, worker: WorkerHandle, within_s: float, hand_back_s: float) -> None:
@@ -337,9 +337,9 @@ class RolloutPool:
             kill(worker.actor)
         if self._forget(worker):
             groups, tokens = len(worker.handed_back), sum(group.tokens for group in worker.handed_back)
-            self._observer.handed_back(groups, tokens)
+            self._recorder.handed_back(groups, tokens)
             rest = f"; {counted(groups, 'group')} go on elsewhere from {tokens} tokens" if groups else ""
-            self._observer.event("info", f"rollout worker {worker.name} has left{rest}")
+            self._recorder.event("info", f"rollout worker {worker.name} has left{rest}")
 
     async def _finish(self, worker: WorkerHandle, within_s: float, hand_back_s: float) -> None:
         def is_idle() -> bool:
@@ -419,7 +419,7 @@ class RolloutPool:
         if self._book.orphans(worker.name):
             self._orphaned_at[worker.name] = time.monotonic()
         taken = f"others take its {counted(len(worker.groups), 'group')}" if worker.groups else "it had no group under way"
-        self._observer.event("warning", f"rollout worker {worker.name} is gone: {reason}; {taken}")
+        self._recorder.event("warning", f"rollout worker {worker.name} is gone: {reason}; {taken}")
         self.progress()
         node = "" if of_reward and self._nobody_has_scores() else worker.sync.node
         self._losses.lost(self._now(), node, is_in_vain=not of_reward, was_up=not never_worked)
@@ -462,7 +462,7 @@ class RolloutPool:
     async def _replace(self, pause_s: float, why: str, attempt: int, unscored: int = 0) -> None:
         try:
             if pause_s:
-                self._observer.event("warning", f"{why}: the next replacement starts in {pause_s:.0f} s")
+                self._recorder.event("warning", f"{why}: the next replacement starts in {pause_s:.0f} s")
                 await asyncio.sleep(pause_s)
         finally:
             self._replacing -= 1
@@ -476,7 +476,7 @@ class RolloutPool:
             return False
         if self.sync is not None:
             self.sync.leave(worker.name)
-        self._observer.left(worker.name)
+        self._recorder.left(worker.name)
         self.wake()
         return True
 
@@ -529,7 +529,7 @@ class RolloutPool:
         while True:
             await self._changes.until(lambda: self._book.has_lost)
             tickets = self._book.take_lost()
-            self._observer.lost(tickets)
+            self._recorder.lost(tickets)
             self._work.add_groups(tickets)
             self.wake()
 
@@ -593,7 +593,7 @@ class RolloutPool:
             else:
                 self._wait_again(ticket)
         except LateError as error:  # the worker waits for others
-            self._observer.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
+            self._recorder.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
             self._wait_again(ticket)
         else:
             self._take(worker, ticket, outcome, payload, wide[0] if isinstance(outcome, GroupFacts) and outcome.wide_bytes > 0 else None)
@@ -616,14 +616,14 @@ class RolloutPool:
         elif not isinstance(outcome, GroupFailure):
             if not worker.has_worked:
                 worker.has_worked = True
-                self._observer.event("info", workers.first_work(worker))
+                self._recorder.event("info", workers.first_work(worker))
             worker.resyncs, worker.worked_at = 0, self._now()
             self.progress()
             self._losses.worked()  # none was lost in vain
             self._latest.add(self._now(), is_good=True)
             worker.failed.clear()
             if (group := self._book.finish(StoredGroup(outcome, payload, wide, worker.source), now=time.monotonic())) is not None:
-                self._observer.group_finished(outcome, worker.name)
+                self._recorder.group_finished(outcome, worker.name)
                 self._on_finished(group)
             if pause_s := self._scoring.finished(outcome, self._now()):
                 self.tasks.spawn(self._pause_for_rewards(pause_s))
@@ -640,7 +640,7 @@ class RolloutPool:
     def _again_or_discard(self, worker: WorkerHandle, ticket: Ticket, why: str, *, may_go_on: bool) -> None:
         """Called when a worker could not sample a group: have another one sample it, or discard it."""
         if may_go_on:
-            self._observer.event("warning", f"group {ticket.group_id} is sampled again: {why}")
+            self._recorder.event("warning", f"group {ticket.group_id} is sampled again: {why}")
             if self._book.waits(ticket.group_id, failed_at=worker.name):
                 self._work.add_groups([ticket])
             self.tasks.spawn(self._prefer_ready(self._book, ticket.group_id))
@@ -671,7 +671,7 @@ class RolloutPool:
                 self._engine_failed(worker, error)
 
     def _discard(self, ticket: Ticket, reason: DiscardReason, why: str) -> None:
-        self._observer.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
+        self._recorder.event("warning", f"group {ticket.group_id} ({ticket.prompt.prompt_id}) is discarded, {reason}: {why}")
         self._book.give_up(ticket.group_id, reason)
         self._latest.add(self._now(), is_good=False)
         if self._latest.are_mostly_bad:  # the run would use up its prompts without training
@@ -752,7 +752,7 @@ class RolloutPool:
         """Say which lost workers' groups are all under way again."""
         for name in [name for name in self._orphaned_at if not self._book.orphans(name)]:
             took_s = time.monotonic() - self._orphaned_at.pop(name)
-            self._observer.event("info", f"all groups of rollout worker {name} are under way again, {took_s:.2f} s later")
+            self._recorder.event("info", f"all groups of rollout worker {name} are under way again, {took_s:.2f} s later")
 
     async def _watch(self) -> None:
         """Say so when work waits and no worker may take it. Raises: DeadlineExceeded when that lasts longer than is configured."""
@@ -763,7 +763,7 @@ class RolloutPool:
                 f"{self._work} <- a rollout worker with weights v{self.sync.version if self.sync else -1}",
                 deadline_s=self.no_workers_s,
                 notice_s=self._deadlines.notice_s,
-                notice=self._observer.waiting,
+                notice=self._recorder.waiting,
                 detail=self._missing,
             )
 

@@ -144,7 +144,7 @@ def test_a_disk_that_hangs_ends_the_look_at_the_nodes(folder: RunFolder, where: 
     monkeypatch.setattr(gather, "_sees_both_ways", hangs)
     joins = where in ("a file for the nodes", "a node's file")
     config = hasty(with_devices(run_recipe(folder, ["ray.address=auto"] * joins).config, has_gpu=False))
-    observer: Any = SimpleNamespace(waiting=lambda notice: told.append(str(notice)))
+    recorder: Any = SimpleNamespace(waiting=lambda notice: told.append(str(notice)))
     view: Any = SimpleNamespace(compare_with=lambda _: None)
     what = {
         "the model's folder": "facts of this machine, and the model's folder",
@@ -156,7 +156,7 @@ def test_a_disk_that_hangs_ends_the_look_at_the_nodes(folder: RunFolder, where: 
     notice_first(monkeypatch, what)
     try:
         with hanging(config.model / "config.json") if where == "config.json" else nullcontext():
-            look = partial(train._look_at_nodes, config, folder, observer, view, config.model)
+            look = partial(train._look_at_nodes, config, folder, recorder, view, config.model)
             assert_ends_in_a_sentence(look, f"{what} -> {which}")
     finally:
         is_back.set()

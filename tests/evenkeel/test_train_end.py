@@ -43,7 +43,7 @@ def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
         raise error
 
     config = SimpleNamespace(steps=3, name="x", model="m", deadlines=DeadlinesConfig(), batch_arithmetic=lambda: "4 groups")
-    observer = SimpleNamespace(
+    recorder = SimpleNamespace(
         event=lambda *_: None,
         keep_event=lambda *_: None,
         phase=ends,
@@ -52,7 +52,7 @@ def test_a_run_that_a_signal_ended_at_once_waits_two_seconds_for_its_disk(
     )
     folder: Any = SimpleNamespace(path="run", checkpoints=list)
     monkeypatch.setattr(train, "TerminalView", lambda *_, **__: SimpleNamespace(close=lambda: None, event=lambda *_: None))
-    monkeypatch.setattr(train, "Recorder", lambda *_: observer)
+    monkeypatch.setattr(train, "Recorder", lambda *_: recorder)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: None)
     monkeypatch.setattr(train, "_report", reported.append)
     monkeypatch.setattr(train, "StackCollector", lambda *_: None)
@@ -75,10 +75,10 @@ def test_an_error_of_a_disk_that_hangs_is_raised_without_it(monkeypatch: pytest.
 
     config = SimpleNamespace(steps=3, name="x", model="m", deadlines=DeadlinesConfig(), batch_arithmetic=lambda: "4 groups")
     nothing: Any = lambda *_, **__: None  # noqa: E731
-    observer = SimpleNamespace(event=nothing, keep_event=nothing, phase=ends, close=nothing, hangs=lambda: False)
+    recorder = SimpleNamespace(event=nothing, keep_event=nothing, phase=ends, close=nothing, hangs=lambda: False)
     folder: Any = SimpleNamespace(path="run", checkpoints=lambda: is_back.wait(60.0))
     monkeypatch.setattr(train, "TerminalView", lambda *_, **__: SimpleNamespace(close=nothing, event=nothing))
-    monkeypatch.setattr(train, "Recorder", lambda *_: observer)
+    monkeypatch.setattr(train, "Recorder", lambda *_: recorder)
     monkeypatch.setattr(train, "Controller", nothing)
     monkeypatch.setattr(train, "_report", reported.append)
     monkeypatch.setattr(train, "StackCollector", lambda *_: None)
@@ -99,10 +99,10 @@ def test_a_run_whose_last_lines_could_not_be_written_has_not_done_all(monkeypatc
         raise DiskLate("lines of the last steps -> the run folder's disk: not done in 1800 s")
 
     config = SimpleNamespace(steps=3, name="x", model="m", deadlines=DeadlinesConfig(), batch_arithmetic=lambda: "4 groups")
-    observer = SimpleNamespace(event=nothing, keep_event=nothing, phase=ends, close=nothing, hangs=lambda: False)
+    recorder = SimpleNamespace(event=nothing, keep_event=nothing, phase=ends, close=nothing, hangs=lambda: False)
     folder: Any = SimpleNamespace(path="run", checkpoints=list)
     monkeypatch.setattr(train, "TerminalView", lambda *_, **__: SimpleNamespace(close=nothing, event=nothing))
-    monkeypatch.setattr(train, "Recorder", lambda *_: observer)
+    monkeypatch.setattr(train, "Recorder", lambda *_: recorder)
     monkeypatch.setattr(train, "StackCollector", nothing)
     monkeypatch.setattr(train, "Controller", nothing)
     with signals.guarded():
@@ -113,11 +113,11 @@ def test_a_run_whose_last_lines_could_not_be_written_has_not_done_all(monkeypatc
 
 def test_who_ends_a_run_at_once_is_told_where_it_is(tmp_path: Path) -> None:
     """Also without a checkpoint, when there is no command that goes on. Of an error the sentence alone is said then."""
-    observer: Any = SimpleNamespace(keep_event=lambda *_: None)
+    recorder: Any = SimpleNamespace(keep_event=lambda *_: None)
     folder: Any = SimpleNamespace(path=tmp_path, checkpoints=list)
     ended: list[BaseException] = [signals.Interrupted(signal.SIGINT), DataError("a row")]
     for error in ended:
-        train._keep_failure(error, observer, folder, 3)
+        train._keep_failure(error, recorder, folder, 3)
     assert [getattr(error, "__notes__", []) for error in ended] == [[f"run folder: {tmp_path}, without a checkpoint"], []]
 
 
@@ -130,8 +130,8 @@ def test_a_machine_without_a_thread_left_hides_no_error(monkeypatch: pytest.Monk
 
     nothing: Any = lambda *_, **__: None  # noqa: E731
     monkeypatch.setattr(train.DaemonThreads, "submit", refused)
-    observer: Any = SimpleNamespace(keep_event=nothing)
-    train._keep_failure(error, observer, SimpleNamespace(path="run"), 3)  # type: ignore[arg-type]
+    recorder: Any = SimpleNamespace(keep_event=nothing)
+    train._keep_failure(error, recorder, SimpleNamespace(path="run"), 3)  # type: ignore[arg-type]
     assert not getattr(error, "__notes__", [])
 
     def fails(place: str) -> None:
@@ -171,10 +171,10 @@ def run_in(
     said: Any = {"evaluation": description, "batch_arithmetic": lambda: "4 groups"}
     config: Any = SimpleNamespace(steps=9, name="x", model="m", ray=None, deadlines=DeadlinesConfig(**deadlines), **said)
     close: Any = lambda *, within_s: at("the last lines")  # noqa: E731
-    observer = SimpleNamespace(event=event, keep_event=event, phase=nothing, close=close, hangs=lambda: False)
+    recorder = SimpleNamespace(event=event, keep_event=event, phase=nothing, close=close, hangs=lambda: False)
     folder: Any = SimpleNamespace(path="run", checkpoints=checkpoints, event=event)
     monkeypatch.setattr(train, "TerminalView", lambda *_, **__: SimpleNamespace(close=lambda text="": shown.append(text), event=event))
-    monkeypatch.setattr(train, "Recorder", lambda *_: observer)
+    monkeypatch.setattr(train, "Recorder", lambda *_: recorder)
     monkeypatch.setattr(train, "Controller", lambda *_, **__: controller)
     monkeypatch.setattr(train, "Cluster", cluster)
     monkeypatch.setattr(train, "run_controller", run)

@@ -130,12 +130,12 @@ def test_the_log_of_a_run_is_its_events(tmp_path: Path, capsys: pytest.CaptureFi
     from evenkeel.training import _log_as_events
 
     folder = RunFolder.create(tmp_path / "run", "x")
-    observer = Recorder(with_devices(load_config(RunConfig, RECIPE, []), has_gpu=False), folder, TerminalView(1, "x"))
+    recorder = Recorder(with_devices(load_config(RunConfig, RECIPE, []), has_gpu=False), folder, TerminalView(1, "x"))
     log = logging.getLogger("evenkeel.sync")
-    with _log_as_events(observer):
+    with _log_as_events(recorder):
         log.info("%s is up", "an engine")
         log.warning(WaitNotice("an engine", 300))
-    observer.close()
+    recorder.close()
     assert [(event.level, event.text, event.notice) for event in folder.read_events()] == [
         ("info", "an engine is up", None),
         ("warning", "waiting 300 s for an engine", WaitNotice("an engine", 300)),

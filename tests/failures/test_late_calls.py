@@ -77,7 +77,7 @@ class ImpatientRun(ReplayedRun):
 
     def __init__(self) -> None:
         super().__init__(ReplayedShape(workers=2, groups=GROUPS, tokens=50, rate=5e3, steps=STEPS, hosts=1), profile="")
-        self.observer.event = lambda level, text, kind=EventKind.NONE: self.said.append(str(text))  # type: ignore[method-assign]
+        self.recorder.event = lambda level, text, kind=EventKind.NONE: self.said.append(str(text))  # type: ignore[method-assign]
         self.said: list[str] = []
         self._source.ask = self._ask  # type: ignore[method-assign]
         self.trained: list[tuple[str, ...]] = []
@@ -90,7 +90,7 @@ class ImpatientRun(ReplayedRun):
 
     async def feeding(self) -> None:
         prompts = map(self._prompt, itertools.count())
-        feeding = self.pool.feed(prompts, [], self._source.ledger.hand_out, self.observer.admitted)
+        feeding = self.pool.feed(prompts, [], self._source.ledger.hand_out, self.recorder.admitted)
         await asyncio.gather(feeding, self.pool.raise_on_failure())
 
     async def step(self) -> None:

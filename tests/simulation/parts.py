@@ -47,7 +47,7 @@ class SimulatedFolder(RunFolder):
 
 
 class Notes:
-    """In place of the observer: it is told everything, and keeps what the run's books are compared with. Its lines are of a number each."""
+    """In place of the recorder: it is told everything, and keeps what the run's books are compared with. Its lines are of a number each."""
 
     def __init__(self, world: Any, folder: RunFolder) -> None:
         self._world, self._folder = world, folder

@@ -17,7 +17,7 @@ from evenkeel.actors.groups.ledger import LedgerMark
 from tests.actors.cases import prompts
 
 
-class RecordingObserver:
+class EventsRecorder:
     """Keeps what a run would show."""
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class RecordingObserver:
 def source(run: Controller, service: Any) -> BatchSource:
     """With a ledger without a line."""
     ledger: Any = SimpleNamespace(flush=lambda *_: LedgerMark(), compare=lambda _: None, hand_out=lambda _: None)
-    observer: Any = SimpleNamespace(event=run._observer.event, waiting=lambda _: None)
-    made = BatchSource(run._config, run._point, ledger, observer)
+    recorder: Any = SimpleNamespace(event=run._recorder.event, waiting=lambda _: None)
+    made = BatchSource(run._config, run._point, ledger, recorder)
     made.service = service
     return made
 
@@ -80,7 +80,7 @@ class Receipts:
     async def receipts(self, version: int, *, deadline_s: float) -> None: ...
 
 
-def controller(observer: RecordingObserver) -> Controller:
+def controller(recorder: EventsRecorder) -> Controller:
     """At step 2 of 10, version 2."""
     config = RunConfig.model_validate(
         {
@@ -96,11 +96,11 @@ def controller(observer: RecordingObserver) -> Controller:
             },
         }
     )
-    run = Controller(config, Path("run"), None, observer)  # type: ignore[arg-type]
+    run = Controller(config, Path("run"), None, recorder)  # type: ignore[arg-type]
     run._step = run._version = 2
     run._held_out = prompts(0, 4)
     run._pool, run._sync = SilentPool(), Receipts()  # type: ignore[assignment]
-    settings = config.evaluation, config.deadlines, SilentPool(), run._held_out, observer
+    settings = config.evaluation, config.deadlines, SilentPool(), run._held_out, recorder
     run._evaluations = Evaluations(*settings, steps=config.steps)  # type: ignore[arg-type]
     return run
 

@@ -120,7 +120,7 @@ class Service:
         return MONITOR
 
 
-class ToldObserver:
+class ToldRecorder:
     disk = None
 
     def __init__(self) -> None:
@@ -137,21 +137,21 @@ class ToldObserver:
     def waiting(self, notice: Any) -> None: ...
 
 
-def controller(*overrides: str, step: int = 41) -> tuple[Any, Service, ToldObserver]:
+def controller(*overrides: str, step: int = 41) -> tuple[Any, Service, ToldRecorder]:
     """One that stands between two steps, without its actors."""
-    service, observer = Service(), ToldObserver()
-    one: Any = Controller(config(*overrides), None, None, observer)  # type: ignore[arg-type]
+    service, recorder = Service(), ToldRecorder()
+    one: Any = Controller(config(*overrides), None, None, recorder)  # type: ignore[arg-type]
     one._source, one._step = source(one, FakeActor(service)), step
-    return one, service, observer
+    return one, service, recorder
 
 
 def test_the_controller_switches_and_says_so_after_the_alarm() -> None:
-    one, service, observer = controller(*SWITCH)
+    one, service, recorder = controller(*SWITCH)
     one._alarms.take([event()])
     asyncio.run(one._answer_alarms())
     assert [correction.preset for correction in service.switched] == ["mis-geometric"] and not one._ends_early
     assert one._source.monitor == MONITOR, "with which a service begins that has to replace this one"
-    assert observer.told[0] == "(the step's own events)" and "the correction becomes preset mis-geometric" in observer.told[1]
+    assert recorder.told[0] == "(the step's own events)" and "the correction becomes preset mis-geometric" in recorder.told[1]
 
 
 def test_the_controller_ends_the_run_unless_it_is_over_anyway() -> None:
@@ -160,10 +160,10 @@ def test_the_controller_ends_the_run_unless_it_is_over_anyway() -> None:
     asyncio.run(one._answer_alarms())
     assert one._ends_early and "alarm of k3_kl" in one._alarm and service.switched == []
     assert told.told[-1] == f"warning: {one._alarm} (ending)", "by its kind `evenkeel doctor RUN_DIR` knows that this is an end"
-    last, _, observer = controller("monitor.on_alarm=stop", "steps=41")
+    last, _, recorder = controller("monitor.on_alarm=stop", "steps=41")
     last._alarms.take([event()])
     asyncio.run(last._answer_alarms())
-    assert not last._ends_early and not any("ends with a checkpoint" in line for line in observer.told)
+    assert not last._ends_early and not any("ends with a checkpoint" in line for line in recorder.told)
 
 
 def test_a_resumed_controller_goes_on_with_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_resumed_controller_goes_on_with_the_replacement(monkeypatch: pytest.M
             replacement=Replacement(settings.correction, replaced),
         ),
     )
-    one: Any = Controller(settings, None, None, ToldObserver(), resume_from=saved)  # type: ignore[arg-type]
+    one: Any = Controller(settings, None, None, ToldRecorder(), resume_from=saved)  # type: ignore[arg-type]
     one._source = source(one, None)
     monkeypatch.setattr("evenkeel.actors.driver.batches.start_service", lambda *_: SimpleNamespace())
     nothing_else = mock.AsyncMock(side_effect=InterruptedError("no other part starts here"))
@@ -195,7 +195,7 @@ def test_a_resumed_controller_goes_on_with_the_replacement(monkeypatch: pytest.M
 
 def test_the_controller_says_the_notes_of_the_start_at_their_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """At "info" nobody who looks for warnings would find that the replacement won't help."""
-    one, _, observer = controller(*SWITCH)
+    one, _, recorder = controller(*SWITCH)
     one._held_out, one._pool, one._places = [mock.Mock()], mock.Mock(), None
     one._source = mock.Mock(parts={}, fill=mock.AsyncMock())
     monkeypatch.setattr("evenkeel.actors.driver.controller.still_there", mock.AsyncMock())
@@ -203,5 +203,5 @@ def test_the_controller_says_the_notes_of_the_start_at_their_levels(monkeypatch:
     monkeypatch.setattr("evenkeel.actors.driver.controller.make_sync", mock.Mock(side_effect=InterruptedError("that was the notes' time")))
     with pytest.raises(InterruptedError):
         asyncio.run(one._start_parts())
-    (plan, warning) = observer.told
+    (plan, warning) = recorder.told
     assert plan.startswith("info: at the first alarm") and warning.startswith("warning: what monitor.on_alarm = switch_preset puts")

@@ -234,10 +234,10 @@ def test_a_step_s_line_says_what_the_ways_of_its_groups_took(tmp_path: Path) -> 
 
         def waiting(self, *_: Any) -> None: ...
 
-    observer: Any = Numbers()
+    recorder: Any = Numbers()
 
     async def scenario() -> None:
-        source = BatchSource(PLAIN.config, StartingPoint(Path("model")), Ledger(tmp_path / "ledger.jsonl"), observer)
+        source = BatchSource(PLAIN.config, StartingPoint(Path("model")), Ledger(tmp_path / "ledger.jsonl"), recorder)
         source.service = FakeActor(Service())
         source.ledger.hand_out([one.prompt_id for one in groups])
         for ticket, one in zip(source.book.admit(prompts(0, 2), now=0.0), groups, strict=True):
@@ -250,4 +250,4 @@ def test_a_step_s_line_says_what_the_ways_of_its_groups_took(tmp_path: Path) -> 
         assert (counts["trained"], discarded) == (2, [])
 
     asyncio.run(scenario())
-    assert set(observer.numbers) == {"wait/handover_s"} and observer.numbers["wait/handover_s"] >= 0.2
+    assert set(recorder.numbers) == {"wait/handover_s"} and recorder.numbers["wait/handover_s"] >= 0.2

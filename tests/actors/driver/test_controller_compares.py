@@ -13,7 +13,7 @@ from evenkeel.actors.driver.controller import Controller, StepUnderWay
 from evenkeel.correction.errors import ActorLost
 from tests.actors.cases import FakeActor
 from tests.actors.driver.controller_cases import controller, source
-from tests.actors.driver.test_controller_rollback import RollbackObserver
+from tests.actors.driver.test_controller_rollback import RollbackRecorder
 from tests.actors.simulated_time import simulate
 
 
@@ -34,7 +34,7 @@ class ComparingService:
 
 
 def comparing_run(service: ComparingService) -> Controller:
-    run = controller(RollbackObserver())
+    run = controller(RollbackRecorder())
     run._config = run._config.model_copy(update={"true_on_policy": True, "true_on_policy_on_difference": "correct"})
     run._source = source(run, FakeActor(service))
     return run
@@ -58,7 +58,7 @@ def test_a_service_that_dies_as_it_compares_a_batch_is_replaced_and_the_step_goe
         run._source.replace(run._config.correction, 3)
         assert await step.result() is result
         assert (old.asked, new.asked, published) == (1, 1, [1])
-        assert run._observer.events == [  # type: ignore[attr-defined]
+        assert run._recorder.events == [  # type: ignore[attr-defined]
             "step 3: its batch is gone with the correction service, and can't be compared bit by bit"
         ]
 
@@ -72,7 +72,7 @@ def test_a_service_that_nobody_replaces_takes_the_run_back(monkeypatch: pytest.M
 
     async def scenario() -> None:
         run = comparing_run(ComparingService(ActorDiedError()))
-        run._source._observer.waiting = lambda notice: notices.append(str(notice))  # type: ignore[method-assign]
+        run._source._recorder.waiting = lambda notice: notices.append(str(notice))  # type: ignore[method-assign]
         comparing = asyncio.wait_for(run._source.compared(2, None), 9000.0)
         with pytest.raises(ActorLost, match=r"^comparison of the batch of version 2 <- a new correction service: not done in 660 s"):
             await comparing

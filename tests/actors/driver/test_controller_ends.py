@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from evenkeel.actors.driver.controller import RunSummary
-from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing
+from tests.actors.driver.controller_cases import EventsRecorder, controller, nothing
 
 SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 
@@ -19,8 +19,8 @@ class DoneRun:
     """A run that is at its last step, or before it, and has evaluated."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, step: int = 10, alarm: str = "") -> None:
-        self.observer = RecordingObserver()
-        self.run = run = controller(self.observer)
+        self.recorder = EventsRecorder()
+        self.run = run = controller(self.recorder)
         run._step, run._alarm = step, alarm
         run._source = SimpleNamespace(keep_scatter=nothing, stop=lambda: None)  # type: ignore[assignment]
         run._checkpoints = SimpleNamespace(finished=nothing, abandon=lambda: None, saved_step=step)  # type: ignore[assignment]
@@ -54,7 +54,7 @@ def test_a_complete_run_stays_complete(monkeypatch: pytest.MonkeyPatch, name: st
         ending.run._pool.stop = signalling(SIGNALS[name])  # type: ignore[method-assign]
     summary = ending.summary()
     assert (summary.exit_code, summary.stopped_early, summary.ended_by, summary.steps) == (0, False, None, 10)
-    assert [text for text in ending.observer.events if "interrupted" in text] == [
+    assert [text for text in ending.recorder.events if "interrupted" in text] == [
         f"[ending] interrupted ({name}): all is done and saved, and the run is ending (next time: at once)"
     ]
 
@@ -68,7 +68,7 @@ def test_a_second_signal_ends_it_at_once_and_it_is_complete_all_the_same(monkeyp
     with pytest.raises(asyncio.CancelledError):
         ending.summary()
     assert ending.run.ended_by == signal.SIGTERM
-    assert ending.observer.events[-1] == "[ending] interrupted (SIGTERM): ending at once; all is done and saved"
+    assert ending.recorder.events[-1] == "[ending] interrupted (SIGTERM): ending at once; all is done and saved"
     assert ending.run.summary is not None and (ending.run.summary.exit_code, ending.run.summary.steps) == (0, 10)
 
 

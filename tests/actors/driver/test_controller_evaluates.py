@@ -9,19 +9,19 @@ import pytest
 from ray.exceptions import RayActorError
 
 from evenkeel.correction.errors import ActorLost, DeadlineExceeded, EngineError
-from tests.actors.driver.controller_cases import Receipts, RecordingObserver, SilentPool, controller
+from tests.actors.driver.controller_cases import EventsRecorder, Receipts, SilentPool, controller
 
 LATE = "weight sync v2 -> workers 3: no receipt in 390 s"
 
 
 def test_an_evaluation_during_training_has_a_name_and_an_end() -> None:
     async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
+        recorder = EventsRecorder()
+        run = controller(recorder)
         run._evaluations.begin_if_due(run._step, run._version)
         await asyncio.wait_for(run._evaluations.finished(), 10.0)
         await asyncio.sleep(0)
-        *notices, failure = observer.events
+        *notices, failure = recorder.events
         assert all(notice.endswith("s for evaluation during step 3, weights v2 <- rollout workers") for notice in notices) and notices
         assert "evaluation during step 3, weights v2 <- rollout workers: not done in 0 s" in failure
 
@@ -30,12 +30,12 @@ def test_an_evaluation_during_training_has_a_name_and_an_end() -> None:
 
 def test_the_last_evaluation_waits_for_the_one_under_way_and_has_an_end_of_its_own() -> None:
     async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
+        recorder = EventsRecorder()
+        run = controller(recorder)
         run._evaluations.begin_if_due(run._step, run._version)
         assert await asyncio.wait_for(run._evaluations.whole("after training", 2, 2, run._sync), 10.0) is None, "the run goes on without it"
-        assert observer.events[-1].startswith("left out: evaluation after training, weights v2 <- rollout workers: not done")
-        assert any("an evaluation during training failed" in event for event in observer.events)
+        assert recorder.events[-1].startswith("left out: evaluation after training, weights v2 <- rollout workers: not done")
+        assert any("an evaluation during training failed" in event for event in recorder.events)
 
     asyncio.run(scenario())
 
@@ -49,11 +49,11 @@ def test_an_evaluation_that_can_not_be_made_is_left_out_before_training(error: E
             raise error
 
     async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
+        recorder = EventsRecorder()
+        run = controller(recorder)
         run._evaluations._answerer = Dangerous()
         assert await run._evaluations.whole("before training", 2, 2, run._sync) is None
-        assert observer.events[-1].startswith("left out: ")
+        assert recorder.events[-1].startswith("left out: ")
 
     asyncio.run(scenario())
 
@@ -68,10 +68,10 @@ def test_an_engine_that_has_no_weights_in_time_keeps_no_evaluation() -> None:
             return [()] * 4
 
     async def scenario() -> None:
-        observer = RecordingObserver()
-        run = controller(observer)
+        recorder = EventsRecorder()
+        run = controller(recorder)
         run._sync, run._evaluations._answerer = Late(), Quick()  # type: ignore[assignment]
         assert await run._evaluations.whole("before training", 2, 2, run._sync) is not None
-        assert observer.events == [f"the evaluation before training goes without some engines: {LATE}"] and observer.evaluations == 1
+        assert recorder.events == [f"the evaluation before training goes without some engines: {LATE}"] and recorder.evaluations == 1
 
     asyncio.run(scenario())

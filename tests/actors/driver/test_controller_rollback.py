@@ -24,13 +24,13 @@ from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.correction.errors import ActorLost, DataError, DeadlineExceeded
 from tests.actors.cases import contents
-from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing, source
+from tests.actors.driver.controller_cases import EventsRecorder, controller, nothing, source
 
 STEPS = 10
 """Of the run that `controller` makes."""
 
 
-class RollbackObserver(RecordingObserver):
+class RollbackRecorder(EventsRecorder):
     def roll_back(self, totals: Any, step: int) -> None: ...
 
     def keep_scatter(self, scatter: Any) -> None: ...
@@ -38,7 +38,7 @@ class RollbackObserver(RecordingObserver):
 
 def rolled_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     """A run whose newest checkpoint is of that step; nothing of it is in Ray."""
-    run = controller(RollbackObserver())
+    run = controller(RollbackRecorder())
     monkeypatch.setattr("evenkeel.actors.driver.batches.open_ledger", lambda *_: SimpleNamespace(compare=lambda _: None))
     queue = QueueSnapshot(step, 2 * step, 2 * step, 0, (), ())
     state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0, queue=queue, monitor={})
@@ -96,7 +96,7 @@ def test_a_failure_of_the_pool_takes_the_run_back_once(monkeypatch: pytest.Monke
         run = rolled_back_to(2, monkeypatch)
         monkeypatch.delattr(run, "_withdraw")
         settings = WorkerSettings(run._config.rollout, Path("model"), run._held_out[0], bind="127.0.0.1", resource="rollout")
-        pool = RolloutPool(settings, run._config.deadlines, run._source.book, run._source.changes, run._observer)
+        pool = RolloutPool(settings, run._config.deadlines, run._source.book, run._source.changes, run._recorder)
         monkeypatch.setattr(pool, "_replenish", lambda: None)
         run._pool, run._sync, started = pool, SimpleNamespace(close=nothing), 0  # type: ignore[assignment]
         start_parts = run._start_parts
@@ -185,13 +185,13 @@ def test_a_disk_that_hangs_after_the_last_evaluation_is_not_told_as_one_left_out
         def allow(lost: Lost, error: BaseException, **_: Any) -> None:
             raise error
 
-        run._observer.flush, run._rollbacks.allow = hangs, allow  # type: ignore[method-assign]
+        run._recorder.flush, run._rollbacks.allow = hangs, allow  # type: ignore[method-assign]
         monkeypatch.setattr(run, "_until_trained", trained)
         monkeypatch.setattr(run, "_evaluate_last", nothing)
         monkeypatch.setattr("evenkeel.actors.driver.controller.lost_among", who)
         with pytest.raises(DeadlineExceeded, match="the run folder's disk"):
             await run._until_done()
-        assert not [text for text in run._observer.events if "left out" in text]  # type: ignore[attr-defined]
+        assert not [text for text in run._recorder.events if "left out" in text]  # type: ignore[attr-defined]
 
     playing(scenario)
 
@@ -202,7 +202,7 @@ def test_a_signal_while_it_goes_back_for_the_last_evaluation_ends_it(monkeypatch
 
     async def scenario() -> None:
         run = rolled_back_to(STEPS, monkeypatch)
-        run._observer.events = told  # type: ignore[attr-defined]
+        run._recorder.events = told  # type: ignore[attr-defined]
         run._shutdown.is_training, run._is_trained = False, True
 
         async def dies(*_: Any) -> None:
@@ -235,7 +235,7 @@ def test_a_signal_ends_a_run_that_has_lost_a_part_without_starting_it_again(monk
 
     async def scenario() -> None:
         run = rolled_back_to(2, monkeypatch)
-        run._observer.events = told  # type: ignore[attr-defined]
+        run._recorder.events = told  # type: ignore[attr-defined]
         run._checkpoints._saved_step = 2
 
         async def trains(**_: Any) -> None:
@@ -283,10 +283,10 @@ def test_a_loss_is_told_before_the_disk_is_waited_for_and_a_disk_that_hangs_ends
         run = rolled_back_to(2, monkeypatch)
         monkeypatch.delattr(run, "_withdraw")
         monkeypatch.setattr(DeadlinesConfig, "disk_s", 0.1)
-        run._observer.events = told  # type: ignore[attr-defined]
+        run._recorder.events = told  # type: ignore[attr-defined]
         run._folder.checkpoints = listed  # type: ignore[method-assign]
         run._folder.clear_partial_checkpoints = lambda **_: None  # type: ignore[method-assign]
-        run._observer.disk = disk
+        run._recorder.disk = disk
         run._rollbacks = Rollbacks(run._folder, None)  # type: ignore[arg-type]
         for end in ("withdraw", "stop"):
             setattr(run._pool, end, nothing)
@@ -345,8 +345,8 @@ def test_a_flush_that_nobody_waits_for_any_more_is_over_before_the_ledger_is_cut
     is_writing, is_back = threading.Event(), threading.Event()
 
     async def scenario() -> None:
-        run = controller(RollbackObserver())
-        run._observer.disk = DiskWriter(lambda _: None)
+        run = controller(RollbackRecorder())
+        run._recorder.disk = DiskWriter(lambda _: None)
         run._source, folder = source(run, None), SimpleNamespace(path=tmp_path)
         run._source.ledger = ledger = Ledger(tmp_path / "ledger.jsonl", hand_over=lambda write: None)
         append = ledger._append
@@ -364,13 +364,13 @@ def test_a_flush_that_nobody_waits_for_any_more_is_over_before_the_ledger_is_cut
         saving = asyncio.create_task(run._train_and_save())
         await asyncio.to_thread(is_writing.wait, 20.0)
         saving.cancel()
-        opening = asyncio.create_task(BatchSource.opened(run._config, run._point, folder, run._observer, run._by_disk))  # type: ignore[arg-type]
+        opening = asyncio.create_task(BatchSource.opened(run._config, run._point, folder, run._recorder, run._by_disk))  # type: ignore[arg-type]
         await asyncio.wait({opening}, timeout=0.1)
         is_back.set()
         assert (await opening).ledger.flush().bytes == 0
         await asyncio.wait({saving})
         await asyncio.get_running_loop().shutdown_default_executor()
         assert (tmp_path / "ledger.jsonl").read_bytes() == b""
-        run._observer.disk.close(within_s=60.0)
+        run._recorder.disk.close(within_s=60.0)
 
     playing(scenario)

@@ -15,7 +15,7 @@ from evenkeel.actors.driver.batches import _LAST_TOKENS_S
 from evenkeel.actors.driver.controller import Controller
 from evenkeel.actors.groups.ledger import imbalance_of
 from tests.actors.cases import FakeActor, group, prompts, stored
-from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing, source
+from tests.actors.driver.controller_cases import EventsRecorder, controller, nothing, source
 from tests.actors.simulated_time import simulate
 
 KNOWN = {"series": {}, "states": {}}
@@ -36,24 +36,24 @@ class Service:
         await asyncio.sleep(100.0)
 
 
-async def run_with_groups(observer: RecordingObserver) -> Controller:
+async def run_with_groups(recorder: EventsRecorder) -> Controller:
     """At a step's end: three groups are finished, of which one lies on a node that doesn't answer; a fourth is being sampled."""
-    run = controller(observer)
+    run = controller(recorder)
     run._source, run._task = source(run, FakeActor(Service())), SimpleNamespace(fingerprint="0f")  # type: ignore[assignment]
     run._source.monitor, book = KNOWN, run._source.book
     finished = [group(ticket) for ticket in book.admit(prompts(0, 4), now=0.0)][:3]
     for one in (*stored(*finished[:2]), StoredGroup(finished[2].facts, OnADeadNode())):
         book.finish(one, now=0.0)
     run._learner = SimpleNamespace(abort=nothing)  # type: ignore[assignment]
-    observer.totals = dict  # type: ignore[attr-defined]
+    recorder.totals = dict  # type: ignore[attr-defined]
     return run
 
 
 @pytest.mark.parametrize("comes_at", [0.0, 100.0], ids=["before", "while a checkpoint waits for them already"])
 def test_sigterm_leaves_tokens_seconds_and_asks_no_service(comes_at: float) -> None:
     async def scenario() -> None:
-        observer = RecordingObserver()
-        run = await run_with_groups(observer)
+        recorder = EventsRecorder()
+        run = await run_with_groups(recorder)
         loop = asyncio.get_running_loop()
         run._shutdown.is_training = True
         main = asyncio.current_task()
@@ -69,7 +69,7 @@ def test_sigterm_leaves_tokens_seconds_and_asks_no_service(comes_at: float) -> N
         assert imbalance_of(state.queue, None) is None
         assert state.monitor == KNOWN
         said = "the tokens of 1 finished group can't be read: the checkpoint has their prompts, to be sampled again"
-        assert observer.events.count(said) == 1
+        assert recorder.events.count(said) == 1
 
     simulate(scenario)
 
@@ -78,7 +78,7 @@ def test_ctrl_c_has_time() -> None:
     """Nobody kills seconds after it: tokens are waited for, as in any checkpoint."""
 
     async def scenario() -> None:
-        run = await run_with_groups(RecordingObserver())
+        run = await run_with_groups(EventsRecorder())
         main = asyncio.current_task()
         assert main is not None
         run._shutdown.is_training = True
@@ -94,7 +94,7 @@ def test_an_alarm_s_answer_does_not_hold_the_save_up() -> None:
     """The correction is the new one, in the checkpoint too, and the early warning begins anew with it."""
 
     async def scenario() -> None:
-        run = await run_with_groups(RecordingObserver())
+        run = await run_with_groups(EventsRecorder())
         replacement = SimpleNamespace(correction=None)
         action = SimpleNamespace(text="", replacement=replacement)
         run._alarms = SimpleNamespace(has_some=True, decide=lambda: action, replacement=replacement)  # type: ignore[assignment]
@@ -107,7 +107,7 @@ def test_an_alarm_s_answer_does_not_hold_the_save_up() -> None:
     simulate(scenario)
 
 
-class DiagnosingObserver(RecordingObserver):
+class DiagnosingRecorder(EventsRecorder):
     """The lines of the last step wait a minute for their diagnosis, unless they are to wait no more."""
 
     def __init__(self) -> None:
@@ -127,8 +127,8 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
     what is being sampled is in the checkpoint by its prompts."""
 
     async def scenario() -> None:
-        observer = DiagnosingObserver()
-        run = controller(observer)
+        recorder = DiagnosingRecorder()
+        run = controller(recorder)
         saved: list[int] = []
 
         async def begin(step: int, *_: Any) -> None:
@@ -142,8 +142,8 @@ def test_a_signal_while_the_learner_waits_for_its_batch_saves_at_once() -> None:
         )
         with run._shutdown.handled():
             await run._train_and_save()
-        assert saved == [2] and run._step == 2 and not observer.pending
-        assert observer.events[-1] == (
+        assert saved == [2] and run._step == 2 and not recorder.pending
+        assert recorder.events[-1] == (
             "[ending] interrupted (SIGTERM): ending with a checkpoint of the last finished step, or of the one under way if it can't "
             "be aborted (next time: at once); "
             "until that is on disk, a resume goes on from step 1"

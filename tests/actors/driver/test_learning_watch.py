@@ -20,7 +20,7 @@ from evenkeel.correction.errors import DataError
 from evenkeel.rollout.config import AnswerSampling
 from evenkeel.rollout.trajectory import FailureKind, Group
 from tests.actors.cases import at_hand, prompt, prompts, stored, trajectory
-from tests.actors.driver.controller_cases import RecordingObserver, controller, nothing
+from tests.actors.driver.controller_cases import EventsRecorder, controller, nothing
 from tests.actors.driver.test_no_learning import config
 
 
@@ -66,11 +66,11 @@ def test_tokens_that_are_gone_cost_the_samples_alone() -> None:
 @pytest.mark.parametrize("goes_on", ["stop", "train"])
 def test_a_batch_that_never_comes_together_ends_the_run_or_the_filter(goes_on: str) -> None:
     """Without either, 28,838 groups were discarded in 8 minutes for a reward that is always 1, and as many more would have been."""
-    observer = RecordingObserver()
-    run = controller(observer)
+    recorder = EventsRecorder()
+    run = controller(recorder)
     settings = {"dynamic_sampling": True, "dynamic_sampling_on_shortage": goes_on}
     run._config = run._config.model_copy(update=settings)
-    run._learning = LearningWatch(config(**settings), observer.event, run._short_of_groups)
+    run._learning = LearningWatch(config(**settings), recorder.event, run._short_of_groups)
     book = GroupBook(groups_per_step=1000, max_staleness=0, dynamic_sampling=True)
     run._source = SimpleNamespace(book=book)  # type: ignore[assignment]
     run._checkpoints = SimpleNamespace(finished=nothing)  # type: ignore[assignment]
@@ -86,21 +86,21 @@ def test_a_batch_that_never_comes_together_ends_the_run_or_the_filter(goes_on: s
             await asyncio.sleep(0)
 
     run._next_batch = next_batch  # type: ignore[assignment, method-assign]
-    (event,) = ended(run, observer) if goes_on == "stop" else trained_on(run, observer)
+    (event,) = ended(run, recorder) if goes_on == "stop" else trained_on(run, recorder)
     assert re.search(r"dynamic sampling has discarded 30\d groups since the last step, and kept 0", event) and event.count(", answer ") == 2
 
 
-def ended(run: Any, observer: RecordingObserver) -> list[str]:
+def ended(run: Any, recorder: EventsRecorder) -> list[str]:
     asyncio.run(asyncio.wait_for(run._train(), 20.0))
     assert run._alarm and run._ends_early
-    return [event for event in observer.events if event.startswith("[ending] no batch comes together: ")]
+    return [event for event in recorder.events if event.startswith("[ending] no batch comes together: ")]
 
 
-def trained_on(run: Any, observer: RecordingObserver) -> list[str]:
+def trained_on(run: Any, recorder: EventsRecorder) -> list[str]:
     with pytest.raises(DataError, match=r"group 30\d was trained on"):
         asyncio.run(asyncio.wait_for(run._train(), 20.0))
     assert not run._alarm and not run._learning.filters
-    return [event for event in observer.events if "From here on the run trains on all groups" in event]
+    return [event for event in recorder.events if "From here on the run trains on all groups" in event]
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ class Run:
             monitor=EarlyWarningConfig(detailed=False),
         )
         service = on_drivers_node(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
-        observer: Any = SimpleNamespace(event=lambda *_: None, waiting=lambda _: None)
-        self.source = BatchSource(settings, StartingPoint(Path("none")), None, observer)  # type: ignore[arg-type]
+        recorder: Any = SimpleNamespace(event=lambda *_: None, waiting=lambda _: None)
+        self.source = BatchSource(settings, StartingPoint(Path("none")), None, recorder)  # type: ignore[arg-type]
         self.book = self.source.book
         self.service = self.source.service = service.remote(settings)
 

@@ -144,7 +144,7 @@ class ElasticScene:
         config = RolloutConfig.model_validate(common | engine | rollout)
         self.slots = config.slots_per_worker
         settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
-        observer = SimpleNamespace(
+        recorder = SimpleNamespace(
             joined=lambda _: None,
             left=self.left.append,
             group_finished=lambda *_: None,
@@ -156,7 +156,7 @@ class ElasticScene:
         )
         deadlines = DeadlinesConfig(start_s=50.0, notice_s=20.0, drain_s=drain_s)
         places = (max_staleness + 1) * groups_per_step
-        self.pool = RolloutPool(settings, deadlines, self.books.book, self.books.changes, observer, places)
+        self.pool = RolloutPool(settings, deadlines, self.books.book, self.books.changes, recorder, places)
 
     @property
     def now(self) -> float:

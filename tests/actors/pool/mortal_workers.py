@@ -143,7 +143,7 @@ class World:
         monkeypatch.setattr(evenkeel.actors.pool.workers, "ray", fake_ray)
         monkeypatch.setattr("ray.kill", fake_ray.kill)
         settings = worker_settings(workers)
-        observer = SimpleNamespace(
+        recorder = SimpleNamespace(
             joined=lambda _: None,
             left=lambda _: None,
             group_finished=lambda group, _: self.finished.append(group.group_id),
@@ -152,7 +152,7 @@ class World:
             event=lambda _, text: self.events.append(text),
             waiting=lambda notice: self.events.append(str(notice)),
         )
-        self.pool = RolloutPool(settings, DeadlinesConfig(no_workers_s=no_workers_s), self.books.book, self.books.changes, observer)
+        self.pool = RolloutPool(settings, DeadlinesConfig(no_workers_s=no_workers_s), self.books.book, self.books.changes, recorder)
 
     def _with_options(self, **options: Any) -> Any:
         self.options.append(options)

@@ -122,7 +122,7 @@ class PoolScene:
         monkeypatch.setattr("ray.kill", fake_ray.kill)
         settings = worker_settings(workers)
         deadlines = DeadlinesConfig(start_s=worker_s / 2, sync_s=worker_s / 6, notice_s=0.2, no_workers_s=worker_s)
-        observer = SimpleNamespace(
+        recorder = SimpleNamespace(
             joined=lambda info: self.joined.append(info.name),
             left=self.left.append,
             group_finished=lambda group, _: self.finished.append(group.group_id),
@@ -130,7 +130,7 @@ class PoolScene:
             event=lambda _, text: self.events.append(text),
             waiting=lambda notice: self.events.append(str(notice)),
         )
-        self.pool = RolloutPool(settings, deadlines, self.books.book, self.books.changes, observer)
+        self.pool = RolloutPool(settings, deadlines, self.books.book, self.books.changes, recorder)
 
     def _make(self, name: str, *_: Any, **__: Any) -> FakeActor:
         self.workers[name] = Worker(name, self)

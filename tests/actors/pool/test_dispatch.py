@@ -94,8 +94,8 @@ class Run:
         )
         settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
         told = dict.fromkeys(("joined", "left", "group_finished", "lost", "waiting"), lambda *_: None)
-        observer = SimpleNamespace(**told, event=lambda *_: None)
-        self.pool = RolloutPool(settings, DeadlinesConfig(start_s=50.0, notice_s=20.0), self.books.book, self.books.changes, observer)
+        recorder = SimpleNamespace(**told, event=lambda *_: None)
+        self.pool = RolloutPool(settings, DeadlinesConfig(start_s=50.0, notice_s=20.0), self.books.book, self.books.changes, recorder)
 
     async def begin(self) -> asyncio.Task[None]:
         self.pool.start()

@@ -131,8 +131,8 @@ class ServiceScene:
         }
         self.config = RunConfig.model_validate(settings | changes)
         self.service, self.told = CorrectionService(self.config, monitor_state), list[str]()
-        observer: Any = SimpleNamespace(event=lambda _, text: self.told.append(text), waiting=lambda notice: None)
-        self.source = BatchSource(self.config, StartingPoint(Path("none")), None, observer)  # type: ignore[arg-type]
+        recorder: Any = SimpleNamespace(event=lambda _, text: self.told.append(text), waiting=lambda notice: None)
+        self.source = BatchSource(self.config, StartingPoint(Path("none")), None, recorder)  # type: ignore[arg-type]
         self.source.service = FakeActor(self.service)
         self.books = OpenBook(groups_per_step=GROUPS, max_staleness=max_staleness)
         self.books.book, self.books.changes = self.source.book, self.source.changes
