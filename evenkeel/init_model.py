@@ -214,7 +214,7 @@ def _check_room(needs: _Needs, folder: Path, checkpoint: CheckpointConfig, say: 
     """Say what the model takes. Raises: DataError if the disk or this machine's memory is too small for it."""
     download = f"a download of {_mb(needs.download)}, " if needs.download else ""
     memory = f" and up to {_mb(needs.memory)} of memory" if needs.memory else ""
-    size = 3 * 4 * (needs.parameters or 0)
+    size = 4 * 4 * (needs.parameters or 0)  # in float32: the weights twice, once as a model folder, and two moments of AdamW
     of_run = f"; a run keeps up to {checkpoint.keep + 1} checkpoints of {_mb(size)} each" if size else ""
     say(f"this takes {download}{_mb(needs.folder)} for the model folder{memory}{of_run}")
     place = _place_of(folder)

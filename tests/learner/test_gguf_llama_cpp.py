@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evenkeel.learner.hf.gguf_folder import write_folder
 from tests.learner.test_gguf_folder import TEXTS, published_tokenizer, tiny, write_gguf
+from tests.real_model import gguf_file
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="without llama.cpp (pip install llama-cpp-python, which compiles it)")
 
@@ -39,3 +40,18 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, kind: str) -> None:
     expected = logits_of_llama_cpp(tmp_path / "m.gguf", ids)
     error, spread = np.sqrt(np.mean((found - expected) ** 2)), expected.std()
     assert error < (1e-5 if kind == "F32" else 0.1) * spread
+
+
+@pytest.mark.slow
+def test_the_real_model_s_logits_and_token_ids_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """Its stored integers against float32: the likeliest next token is the same at most places of a text."""
+    text = "The capital of France is Paris. It lies on the Seine, and 2,102,650 people lived there in 2023. Its oldest bridge is called"
+    write_folder(gguf_file(), tmp_path / "hf")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "hf").encode(text)
+    assert llama_cpp.Llama(str(gguf_file()), vocab_only=True, verbose=False).tokenize(text.encode(), add_bos=False) == ids
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(torch.tensor([ids])).logits[0].numpy()
+    expected = logits_of_llama_cpp(gguf_file(), ids)
+    print(np.sqrt(np.mean((found - expected) ** 2)) / expected.std(), np.mean(found.argmax(1) == expected.argmax(1)))
+    assert np.sqrt(np.mean((found - expected) ** 2)) < 0.1 * expected.std()
+    assert np.mean(found.argmax(1) == expected.argmax(1)) > 0.8
