@@ -29,6 +29,7 @@ from .terms.importance import normalizer, weight_sums
 from .terms.objectives import (
     clip_gate,
     clipped_loss,
+    delight_factor,
     divergence_gate,
     gamma_coefficient,
     geometric_clip_loss,
@@ -288,6 +289,9 @@ def _score(view: BatchView, target: Tensor, advantages: Tensor, part: ScoreObjec
             is_negative = unit_advantages(view, segments) < 0
             units, is_cut = torch.where(is_negative, units, 1), is_cut & is_negative
         coefficient, bounded = segments.spread(units), segments.spread(is_cut)
+    if part.delight is not None:
+        surprise = torch.where(view.mask, target.detach(), 0)
+        coefficient = coefficient * delight_factor(surprise, advantages, **part.delight.model_dump())
     blocked = torch.zeros_like(view.mask)
     if part.gate is not None:
         blocked = ~_gate(view, advantages, part.gate, config)

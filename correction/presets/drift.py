@@ -105,6 +105,14 @@ DRIFT: dict[str, Preset] = {
         "clip besides",
         "To repeat AReaL's runs. With a proximal policy that equals the behaviour policy it is PPO. Always needs the proximal forward.",
     ),
+    "k3-sequence": Preset(
+        {"objective": clip(), "rejection": [{"statistic": "k3", "level": "geometric", "upper": 0.01}]},
+        "1[mean of rho - 1 - log rho over the sequence <= 0.01] PPO(r)",
+        "verl decoupled_k3_rs (rollout_rs: seq_mean_k3), code of 1dda039b9",
+        "Answers on which engine and learner part are left out, whichever way: k3 is never negative, so differences of both signs add up, "
+        "while in a geometric mean of ratios they cancel.",
+        "rejection.upper: verl names 0.001 to 0.1 as typical; it must lie above the run's own mismatch_k3_kl",
+    ),
     "opsm": Preset(
         {
             "objective": clip(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .preset import (
     BYPASS,
     NO_STD,
+    SEQUENCE_MEAN,
     SEQUENCE_SUM,
     Preset,
     band,
@@ -69,6 +70,40 @@ OFF_POLICY: dict[str, Preset] = {
         "-min(prod q, 2) A log theta",
         "verl bypass_pg_is",
         "Correction of whole sequences without a proximal forward; the weights follow pi_theta.",
+    ),
+    "pg-clip": Preset(
+        {**BYPASS, "objective": score(lower=0.8, upper=1.28), "denominator": SEQUENCE_MEAN},
+        "-sg[clip(q, 0.8, 1.28)] A log theta, mean over sequences of token means",
+        "miles pull request 1344 (off_policy_is_function on REINFORCE, with its default bounds)",
+        "One weight for mismatch and staleness that no token can raise or lower much: every token keeps a gradient, as in cispo.",
+        "objective.lower, objective.upper: 0 and 5 give the one-sided form that MiniMax-M1 and ScaleRL use",
+        found="tinker-cookbook pull request 763: on stale data a lower bound keeps up the weight of tokens that the policy has moved away "
+        "from, and the KL of sampler and trainer may run away; it recommends no lower bound and an upper one of about 4.",
+    ),
+    "dro": Preset(
+        {
+            **BYPASS,
+            "objective": score(None),
+            "denominator": SEQUENCE_SUM,
+            "advantage": NO_STD,
+            "kl": {"coefficient": 0.05, "estimator": "k2", "anchor": "behavior"},
+        },
+        "-A log theta + 0.05 / 2 (log q)^2, token sum",
+        "Kimi k1.5 (arXiv 2501.12599), DRO (arXiv 2405.19107), in the form by token of Tinker's and verl's dro; in the papers (log q)^2 is "
+        "of the whole sequence. The 0.05 is Tinker's example",
+        "Stale data without any weight or clip: a square pulls each token back to the policy that sampled it, the further the harder.",
+        "kl.coefficient: the papers' tau or beta; on rewards of 0 and 1 none is printed that was read",
+        found="Kimi k1.5 was trained with the form by sequence. Trust Region has no run with it.",
+    ),
+    "delightful": Preset(
+        {**BYPASS, "objective": score(None, delight={})},
+        "-sg[sigmoid(A min(-log theta, 10))] A log theta, token mean",
+        "Delightful Policy Gradient (arXiv 2603.14608); the 10 is miles' (pull request 2348), the paper has no limit",
+        "When rare tokens of wrong answers take up the update: they fade out, rare tokens of right answers weigh up to twice as much as "
+        "probable ones. There is no correction and no trust region; objective.ratio: q adds the first, objective.gate the second.",
+        "objective.delight.gain: 2 where the learning rate is that of a policy gradient without the factor",
+        found="Its paper: ahead of REINFORCE and PPO on MNIST, sequence modelling and control; no run on a language model was read. The "
+        "contrary: Objective-level hacking finds any weight by a token's probability harmful in mixture-of-experts models.",
     ),
     "grpo-clip-higher": Preset(
         gated(clip_gate("q", 0.28), proximal=BYPASS),
@@ -187,6 +222,15 @@ OFF_POLICY: dict[str, Preset] = {
         "-sg[q 1(0.8 < q < 1.28)] A log theta",
         "GLM-5 (arXiv 2602.15763); SkyRL rollout_is",
         "No proximal forward: tokens outside of the band are left out, whatever their advantage.",
+    ),
+    "sao-mask": Preset(
+        {**BYPASS, "objective": score(), "rejection": [band(0.2, 4.0, ratio="q", is_open=True)]},
+        "-sg[q 1(0.2 < q < 4)] A log theta, A of the group instead of a critic",
+        "SAO (arXiv 2607.07508), 'direct double-sided importance sampling'; the 0.2 and 4 are those of Lego-RL pull request 8",
+        "rollout-is with the bounds that were meant for agents' long answers: only what is far off is left out.",
+        "rejection bounds: the paper's were not read; 0.8 and 1.28 are in use (rollout-is)",
+        found="SAO, as verl issue 7100 quotes it: with one answer a prompt and a critic stable for about 1,000 asynchronous steps, where "
+        "GRPO collapsed at about 160. The critic isn't part of it here, so the finding says nothing about the mask alone.",
     ),
     "prime-tv": Preset(
         {

@@ -257,6 +257,17 @@ class SoftGateObjective(Settings):
     level: ClassVar[Level] = Level.TOKEN
 
 
+class DelightConfig(Settings):
+    """Delightful policy gradient: a factor on the coefficient, gain sigmoid(A l / temperature), with the surprisal l = -log theta."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """The paper's eta; the smaller, the harder the gate."""
+    surprisal_limit: float = Field(default=10.0, gt=0)
+    """Largest surprisal that counts, nats; the paper has none."""
+    gain: float = Field(default=1.0, gt=0)
+    """2 gives a token without any delight (A l = 0) the factor 1, and with it the step size of the policy gradient without this part."""
+
+
 class ScoreObjective(Settings):
     """Score form: -c A log target, with a detached coefficient c = M bound(x): the gradient of policy gradient methods."""
 
@@ -273,6 +284,8 @@ class ScoreObjective(Settings):
     """The ratio applies where the advantage is negative; elsewhere the coefficient is 1 (TOPR)."""
     gate: Annotated[ClipGate | DivergenceGate, Field(discriminator="kind")] | None = None
     """Tokens that get no gradient (MiniRL, DPPO)."""
+    delight: DelightConfig | None = None
+    """Rare tokens of good answers weigh more, rare tokens of bad ones less; null: off."""
 
 
 class GammaObjective(Settings):

@@ -106,6 +106,17 @@ def score_loss(target: Tensor, advantages: Tensor, coefficient: Tensor) -> Tenso
     return -coefficient.detach() * advantages * target
 
 
+def delight_factor(target: Tensor, advantages: Tensor, *, temperature: float, surprisal_limit: float, gain: float) -> Tensor:
+    """[N] gain sigmoid(A l / temperature) with the surprisal l = min(-log target, surprisal_limit): gain / 2 where A = 0.
+
+    Args:
+        target: [N] log pi_theta, nats; a value over 0 by rounding is no surprise.
+    Source: Delightful Policy Gradient (arXiv 2603.14608); limit and gain as in miles pull request 2348.
+    """
+    surprisal = (-target).clamp(0, surprisal_limit)
+    return gain * torch.sigmoid(advantages * surprisal / temperature)
+
+
 def gamma_coefficient(
     log_ratio: Tensor,
     advantages: Tensor,

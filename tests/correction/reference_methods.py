@@ -78,6 +78,11 @@ def vespo(s: Sequence, t: int) -> float:
     return math.exp(decay) * w**k * math.exp(-decay * w)
 
 
+def delight(temperature: float = 1.0, limit: float = 10.0, gain: float = 1.0, ratio: TokenRule = one) -> TokenRule:
+    """Advantage times surprisal, through a sigmoid."""
+    return lambda s, t: ratio(s, t) * gain / (1 + math.exp(-s.advantage * min(-s.log_theta[t].item(), limit) / temperature))
+
+
 def topr(s: Sequence, t: int) -> float:
     return 1.0 if s.advantage >= 0 else min(s.product(s.q), 1.0)
 
@@ -164,6 +169,10 @@ def kpop_keep(s: Sequence, t: int) -> bool:
     return kl_of_two(p, q) <= 0.1 and kl_of_two(q, p) <= 0.1
 
 
+def k3_keep(s: Sequence, t: int) -> bool:
+    return sum(s.rho(k) - 1 - math.log(s.rho(k)) for k in s.trained) / len(s.trained) <= 0.01
+
+
 def opsm_keep(s: Sequence, t: int) -> bool:
     gap = sum(s.mu[k] - s.log_theta[k].item() for k in s.trained) / len(s.trained)
     return not (s.advantage < 0 and gap > 0.1)
@@ -223,6 +232,7 @@ METHODS: dict[str, Method] = {
     "cispo": score(lambda s, t: min(s.p_theta(t) / s.p_prox(t), 5.0), mean="token", bypass=False),
     "m2po": score(raw_q, mean="token", bypass=False, keep_of_batch=m2po_keep),
     "m2po-areal": Method(ppo(), keep_of_batch=areal_keep, counts_kept=True),
+    "k3-sequence": Method(ppo(), keep=k3_keep),
     "opsm": Method(ppo(), "sequence", keep=opsm_keep),
     "tis-token": Method(ppo(), weight=cut(2.0)),
     "tis-sequence": Method(ppo(), weight=cut_product(2.0)),
@@ -250,6 +260,9 @@ METHODS: dict[str, Method] = {
     "pg-tis": score(at_most(3.0)),
     "pg-tis-scale": score(at_most(5.0)),
     "pg-sequence": score(one, mean="token", weight=lambda s, t: min(s.product(s.q), 2.0)),
+    "pg-clip": score(lambda s, t: min(max(s.q(t), 0.8), 1.28), mean="sequence"),
+    "dro": score(one, penalty=lambda s, t: 0.05 / 2 * (s.log_theta[t] - s.mu[t]) ** 2),
+    "delightful": score(delight(), mean="token"),
     "grpo-clip-higher": score(raw_q, ppo_mask(0.2, 0.28)),
     "grpo-clip-higher-scale": score(at_most(5.0), ppo_mask(0.2, 0.27)),
     "grpo-relax-both": score(raw_q, ppo_mask(0.2, 0.28, rare=0.1)),
@@ -266,6 +279,7 @@ METHODS: dict[str, Method] = {
     "topr": score(topr),
     "vespo": score(vespo, mean="token"),
     "rollout-is": score(raw_q, mean="token", keep=lambda s, t: 0.8 < s.q(t) < 1.28),
+    "sao-mask": score(raw_q, mean="token", keep=lambda s, t: 0.2 < s.q(t) < 4.0),
     "prime-tv": score(raw_q, dppo_mask(binary_tv, 0.2), mean="token", penalty=penalty_of_prime),
     "prime-ipo": score(raw_q, mean="token", keep=lambda s, t: abs(s.p_theta(t) - s.p_mu(t)) <= 0.1, penalty=penalty_of_prime),
 }
@@ -309,6 +323,14 @@ VARIANTS: list[tuple[dict[str, Any], Method]] = [
     ({"preset": "dapo", "objective": {"relax": {**RARE, "ends": "low"}}}, Method(ppo(high=0.28, rare=0.1, ends="low"))),
     ({"preset": "bypass", "objective": {"relax": {**RARE, "ends": "high"}}}, Method(ppo(rare=0.1, ends="high"), bypass=True)),
     ({"preset": "ppo-dual-clip", "objective": {"relax": RARE, "dual_clip": 1.5}}, Method(ppo(dual=1.5, rare=0.1))),
+    (
+        {"preset": "delightful", "objective": {"ratio": "q", "delight": {"temperature": 0.5, "surprisal_limit": 2.0, "gain": 2.0}}},
+        score(delight(0.5, 2.0, 2.0, raw_q), mean="token"),
+    ),
+    (
+        {"preset": "minirl", "objective": {"delight": {}}},
+        score(delight(ratio=at_most(5.0)), ppo_mask(0.2, 0.27, on="r"), bypass=False),
+    ),
     ({"preset": "mis-token", "denominator": {"count": "kept"}}, Method(ppo(), **KEPT_MIS)),
     ({"preset": "mis-token", "denominator": {"kind": "sequence_mean", "count": "kept"}}, Method(ppo(), "sequence", **KEPT_MIS)),
     ({"preset": "mis-token", "denominator": {"kind": "prompt_mean", "count": "kept"}}, Method(ppo(), "prompt", **KEPT_MIS)),

@@ -132,6 +132,19 @@ def prime(mask):
     return token_mean(tokens(lambda i, j: -mask[i][j] * Q[i][j] * ADVANTAGE[i] * math.log(THETA[i][j]))) + penalty
 
 
+def dro():
+    square = sum(math.log(x) ** 2 for row in Q for x in row)
+    return sequence_sum(score(wide([1.0, 1.0, 1.0]))) + 0.05 / 2 * square / 3
+
+
+DELIGHT = tokens(lambda i, j: 1 / (1 + math.exp(ADVANTAGE[i] * math.log(THETA[i][j]))))
+"""Surprisals are far below the limit of 10: 3.5 at most."""
+K3_OF = [sum(x - 1 - math.log(x) for x in row) / len(row) for row in RHO]
+K3_BOUND = sum(sorted(K3_OF)[1:]) / 2
+"""0.01 would keep nothing of so short an example."""
+K3_AT = [{"statistic": "k3", "level": "geometric", "upper": K3_BOUND}]
+K3_KEEP = wide([float(x <= K3_BOUND) for x in K3_OF])
+
 MEAN = {"denominator": {"kind": "token_mean"}}
 SEQ = {"denominator": {"kind": "sequence_mean"}}
 KEPT = {"denominator": {"kind": "token_mean", "count": "kept"}}
@@ -202,6 +215,11 @@ GOLDEN = [
     ({"preset": "decoupled-ppo", "importance": AREAL_CLAMP}, token_mean(times(BASE, apply(lambda x: min(x, 5), RHO))), 0.089444),
     ({"preset": "m2po-areal"}, token_mean(times(BASE, AREAL_LEFT), AREAL_LEFT), None),
     ({"preset": "m2po"}, token_mean(score(times(Q, M2PO_LEFT))), None),
+    ({"preset": "pg-clip"}, sequence_mean(score(apply(lambda x: clip(x, 0.8, 1.28), Q))), None),
+    ({"preset": "dro"}, dro(), None),
+    ({"preset": "delightful"}, token_mean(score(DELIGHT)), None),
+    ({"preset": "sao-mask"}, token_mean(score(apply(lambda x: x if 0.2 < x < 4 else 0, Q))), None),
+    ({"preset": "k3-sequence", "rejection": K3_AT}, token_mean(times(BASE, K3_KEEP)), None),
     ({"preset": "topr"}, sequence_sum(score(TOPR)), None),
     ({"preset": "vespo"}, vespo(), None),
     ({"preset": "rollout-is"}, token_mean(score(OPEN_BAND)), None),

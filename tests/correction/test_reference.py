@@ -107,9 +107,10 @@ def ragged(spread: float, seed: int) -> ReferenceCase:
     return ReferenceCase(batch.validate(), theta.gather(1, tokens)[:, 0], mu.exp(), theta.exp())
 
 
-RATIOS_UNDER_1 = (1e-4, 0.5, math.exp(-0.4), 0.8, math.exp(-0.1), 0.99, 0.999, 1 - 3e-4)
-RATIOS = (*RATIOS_UNDER_1, 1 + 4e-4, 1.001, 1.002, 1.2, 1.27, 1.28, math.exp(0.4), 1.5, 2.0, 3.0, 5.0)
+RATIOS_UNDER_1 = (1e-4, 0.2, 0.5, math.exp(-0.4), 0.8, math.exp(-0.1), 0.99, 0.999, 1 - 3e-4)
+RATIOS = (*RATIOS_UNDER_1, 1 + 4e-4, 1.001, 1.002, 1.2, 1.27, 1.28, math.exp(0.4), 1.5, 2.0, 3.0, 4.0, 5.0)
 """Bounds of ratios that presets have."""
+K3_BOUND = 0.01
 GAPS, DIVERGENCES = (0.1, 0.15, 0.2, 0.5), (0.05, 0.1)
 """Bounds of |p - p'|, and of a binary KL."""
 
@@ -129,6 +130,7 @@ def at_the_bounds() -> ReferenceCase:
         pairs += [(p, p + sign * gap * edge) for p, sign in ((0.3, 1), (0.7, -1)) for edge in (0.99, 1.01)]
     for bound in DIVERGENCES:
         pairs += [(0.3, divergent(0.3, bound * edge, end, way)) for end in (1e-9, 1 - 1e-9) for edge in (0.99, 1.01) for way in (0, 1)]
+    pairs += [(0.3, 0.3 * k3_ratio(K3_BOUND * edge, end)) for end in (1e-9, 3.0) for edge in (0.99, 1.01)]
     rows = [(mu, prox, theta, a) for p, x in pairs for mu, prox, theta in ((p, x, x), (p, p, x)) for a in (1.0, -1.0)]
     mu, prox, theta, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     count = len(rows)
@@ -155,6 +157,15 @@ def divergent(p: float, value: float, end: float, way: int) -> float:
         x = (near + far) / 2
         kl = kl_of_two(p, x) if way == 0 else kl_of_two(x, p)
         near, far = (x, far) if kl < value else (near, x)
+    return near
+
+
+def k3_ratio(value: float, end: float) -> float:
+    """The ratio x between 1 and `end` with x - 1 - log x = value."""
+    near, far = 1.0, end
+    for _ in range(100):
+        x = (near + far) / 2
+        near, far = (x, far) if x - 1 - math.log(x) < value else (near, x)
     return near
 
 
