@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS
     from .early_warning.monitor import Event, Monitor, MonitorConfig
     from .errors import ConfigError, DataError, DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, LedgerError, SyncError
-    from .loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale
+    from .loss import PARTIALS, PolicyLoss, loss_metrics, policy_loss, policy_scale, step_size_factor
     from .padded_batch import from_lists, from_padded
     from .padding import pack_like, to_padded
     from .presets.methods import PRESETS, Preset, presets_table
@@ -77,6 +77,7 @@ _HOMES = {
         "loss_metrics",
         "policy_loss",
         "policy_scale",
+        "step_size_factor",
     ),
     "presets.methods": (
         "PRESETS",
@@ -186,6 +187,7 @@ __all__ = [
     "presets_table",
     "settle",
     "shard_sums",
+    "step_size_factor",
     "to_padded",
     "token_coefficients",
 ]

@@ -8,6 +8,7 @@ before the optimizer step.
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, fields, replace
 
@@ -66,6 +67,9 @@ class LossSums:
     original_count: float
     kept_count: float
     drift_tokens: float
+    sequence_weight: float
+    sequence_weight_square: float
+    sequences: float
 
     @classmethod
     def of(cls, partials: Tensor) -> LossSums:
@@ -161,6 +165,7 @@ def policy_loss(
         "kl": kl_tokens.detach().sum(dtype=torch.float64),
         **_token_sums(view, keep, tokens, weights, entropy, _moved(config)),
         **_global_sums(view, corrected, late, keep, config, schedule),
+        **_step_size_sums(view, config),
     }
     partials = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64, device=policy.device) for name in PARTIALS])
     decided = FinalDecision(keep, weights, late.counts, coefficients, tokens.is_clipped, view.logprobs.proximal)
@@ -178,6 +183,19 @@ def policy_scale(partials: Tensor, config: CorrectionConfig) -> float:
     if sums.kept_count > 0:
         factor *= sums.original_count / sums.kept_count
     return factor
+
+
+def step_size_factor(partials: Tensor, config: CorrectionConfig) -> float:
+    """Factor on the learning rate of one optimizer step, from the partials summed over its micro-batches and ranks; in (0, 1].
+
+    1.0 unless config.step_size asks for one: then the root of ESS / S, where S sequences with weights w (the products of q under the
+    weights from which the step starts) are worth ESS = (sum w)^2 / sum w^2. It is no factor on the gradient: Adam would not feel it.
+    Source: VCPO (arXiv 2602.17616) and its code (ess_scaling: sqrt, of unclipped weights).
+    """
+    sums = LossSums.of(partials)
+    if config.step_size.by == "off" or sums.sequences == 0:
+        return 1.0
+    return math.sqrt(min(sums.sequence_weight**2 / (sums.sequences * sums.sequence_weight_square), 1.0))
 
 
 def late_normalizer(partials: Tensor) -> float:
@@ -202,6 +220,8 @@ def loss_metrics(partials: Tensor, config: CorrectionConfig) -> dict[str, float]
     metrics = {"loss": scaled + sums.kl_loss + sums.entropy_loss, "policy_loss": scaled}
     if config.kl.coefficient > 0:
         metrics["kl_loss"] = sums.kl_loss
+    if sums.sequences > 0:
+        metrics["step_size_factor"] = step_size_factor(partials, config)
     trained = sums.tokens + sums.broken_tokens
     if trained > 0:
         metrics["clip_share"] = sums.clipped_tokens / trained
@@ -406,6 +426,16 @@ def _global_sums(
         counts = global_counts(view.batch.loss_mask, keep, sequences, kind=config.denominator.kind)
         sums["original_count"], sums["kept_count"] = counts[0], counts[1]
     return sums
+
+
+def _step_size_sums(view: BatchView, config: CorrectionConfig) -> dict[str, Tensor]:
+    """Sums behind step_size_factor: over the sequences all of whose trained tokens are finite, rejected ones too; absent when off."""
+    if config.step_size.by == "off":
+        return {}
+    sequences = view.levels.at(Level.SEQUENCE)
+    counted = sequences.any(view.mask) & ~sequences.any(view.broken)
+    weights = masked(bounded_exp(sequences.sum(view.log_ratio(Ratio.Q))), counted)
+    return {"sequence_weight": weights.sum(), "sequence_weight_square": weights.square().sum(), "sequences": counted.sum()}
 
 
 def at_least_float32(values: Tensor) -> Tensor:

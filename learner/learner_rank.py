@@ -20,7 +20,7 @@ from torch import Tensor
 from evenkeel.correction.batch import CorrectedBatch, PackedBatch
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.errors import ConfigError, DataError
-from evenkeel.correction.loss import broken_tokens, loss_metrics, policy_scale
+from evenkeel.correction.loss import broken_tokens, loss_metrics, policy_scale, step_size_factor
 from evenkeel.engines import machine as host_memory
 from evenkeel.engines.agreement import Processor
 from evenkeel.engines.capture import Capture
@@ -195,9 +195,9 @@ class LearnerRank:
         objective = correction_objective(correction_config)
         if self.config.reset_optimizer_on_switch:
             state.optimizer.follow(correction_config.model_dump_json())
-        scale, loss_of = partial(policy_scale, config=correction_config), lambda sums: loss_metrics(sums, correction_config)["loss"]
+        factors = partial(policy_scale, config=correction_config), partial(step_size_factor, config=correction_config)
         ready = (settled(one, correction_config, self.logprobs, is_first=number == 0) for number, (_, one) in enumerate(shares))
-        done = [self._train(share, objective, scale, loss_of) for share in ready]
+        done = [self._train(share, objective, *factors, lambda sums: loss_metrics(sums, correction_config)["loss"]) for share in ready]
         first_epoch = len(shares) // self.config.epochs_per_batch
         logprobs, entropies, decided = first_values(corrected, shares[:first_epoch], [one[0] for one in done])
         trained = entropies[corrected.batch.loss_mask]
@@ -238,7 +238,7 @@ class LearnerRank:
         Returns: the loss before the step, nats per token.
         """
         corrected = demonstration_batch(token_ids, offsets, loss_mask)
-        return self._train(corrected, supervised_objective, lambda _: 1.0, lambda sums: float(sums[0]))[1]
+        return self._train(corrected, supervised_objective, lambda _: 1.0, lambda _: 1.0, lambda sums: float(sums[0]))[1]
 
     # Weights out
 
@@ -359,6 +359,7 @@ class LearnerRank:
         corrected: CorrectedBatch,
         objective: ObjectiveFunction,
         gradient_scale: Callable[[Tensor], float],
+        rate_scale: Callable[[Tensor], float],
         loss_of: Callable[[Tensor], float],
     ) -> tuple[PassResult, float, Update]:
         """One optimizer step, as learner.training.step.train_step."""
@@ -369,6 +370,7 @@ class LearnerRank:
             corrected,
             objective,
             gradient_scale=gradient_scale,
+            rate_scale=rate_scale,
             loss_of=loss_of,
             config=self.config,
             placement=self.placement,

@@ -371,6 +371,13 @@ LOSS_METRICS = {
     ),
     "policy_loss": _Q(_U.ONE, "policy loss", "The policy's part of the loss."),
     "kl_loss": _Q(_U.ONE, "KL loss", "The KL penalty's part of the loss; absent without one."),
+    "step_size_factor": _Q(
+        _U.ONE,
+        "step size",
+        "Factor on the learning rate: root of the sequences' effective sample size (products of q) over their number, over all passes; "
+        "absent with step_size.by: off.",
+        digits=".3f",
+    ),
     "ratio_mean": _Q(_U.ONE, "mean ratio", "Mean of the ratio that the objective watches."),
     "batch_drift_k1_kl": _Q(_U.NATS, "batch drift k1", "KL(proximal || target), estimator k1, over all passes of the batch."),
     "batch_drift_k3_kl": _Q(

@@ -21,7 +21,7 @@ P = TypeVar("P", bound=Settings)
 LARGEST_KL = 0.1
 """Nats between engine and learner up to which a correction should hold: the end of what is published for runs (LEVELS in monitor.py)."""
 # What a run optimises, rather than how it is corrected: kept where the new preset says nothing about it.
-_OF_THE_RUN = ("advantage", "kl", "missing", "entropy_coefficient")
+_OF_THE_RUN = ("advantage", "kl", "step_size", "missing", "entropy_coefficient")
 
 
 def switched(config: CorrectionConfig, preset: str) -> CorrectionConfig:

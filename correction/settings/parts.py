@@ -341,6 +341,14 @@ class KlConfig(Settings):
     """Ratio of unbiased_k3, differentiable: q corrects from the sampling policy, r from the proximal one."""
 
 
+class StepSizeConfig(Settings):
+    """How far an optimizer step goes, by what its batch is worth: a factor on the learning rate."""
+
+    by: Literal["off", "ess"] = "off"
+    """ess: the root of ESS / S over the step's S sequences, with ESS = (sum w)^2 / sum w^2 of the products w of q, before any bound
+    (VCPO, arXiv 2602.17616). The root is for Adam, whose steps don't feel the gradient's size."""
+
+
 class ModulationConfig(Settings):
     """Injected distortion of token weights, for experiments on objective-level hacking."""
 
@@ -377,6 +385,8 @@ class CorrectionSettings(NamedSettings):
     """How rewards become advantages."""
     kl: KlConfig = KlConfig()
     """KL penalty."""
+    step_size: StepSizeConfig = StepSizeConfig()
+    """Factor on the learning rate."""
     topk: int = Field(default=20, ge=1)
     """Most likely tokens of each position that the engine reports, where a part needs a top-K divergence."""
     missing: Literal["neutral", "drop"] = "neutral"

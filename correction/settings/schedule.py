@@ -123,13 +123,18 @@ def check_without_gradient_factor(config: CorrectionSettings, *, is_deferred: bo
     """Check for trainers that have no place between backward pass and optimizer step, nor before a step's first micro-batch, as TRL's.
 
     Raises: ConfigError if the config needs `policy_scale` there; without it the loss would be of the wrong size, silently. Also if it
-        needs `settle` (needs_step_forward).
+        needs `settle` (needs_step_forward) or scales the learning rate (step_size_factor).
     """
     if needs_step_forward(config):
         raise ConfigError(
             "this correction's threshold of second_moment is on the target policy, over all tokens of an optimizer step: it takes a "
             "forward pass before the first micro-batch, and this trainer has none. Take preset: m2po-areal, which decides on the proximal "
             "policy."
+        )
+    if config.step_size.by != "off":
+        raise ConfigError(
+            f"step_size.by = {config.step_size.by}: the factor on the learning rate (step_size_factor) is known only after the last "
+            "backward pass, and this trainer has no place for it. Set step_size.by: off."
         )
     if not needs_gradient_factor(config, is_deferred=is_deferred):
         return
@@ -162,6 +167,8 @@ def policies_read(config: CorrectionSettings) -> frozenset[str]:
         ratios.append(penalty.ratio)
     if config.veto is not None and config.veto.quantity == "ratio":
         ratios.append(config.veto.ratio)
+    if config.step_size.by == "ess":
+        ratios.append(Ratio.Q)
     read = {"target"}.union(*(_POLICIES[effective_ratio(ratio, config)] for ratio in ratios))
     if penalty.coefficient > 0:
         read.add(penalty.anchor)

@@ -145,7 +145,7 @@ class GuardedOptimizer:
         self._objective = objective
 
     @torch.no_grad()
-    def finish(self, *, gradient_scale: float = 1.0, loss_is_finite: bool = True) -> Update:
+    def finish(self, *, gradient_scale: float = 1.0, rate_scale: float = 1.0, loss_is_finite: bool = True) -> Update:
         """Scale, measure, clip and apply the accumulated gradient, or skip it.
 
         Skipped are gradients that are not finite, and a gradient that is 0 everywhere, as of a batch whose tokens were all rejected: Adam's
@@ -154,6 +154,7 @@ class GuardedOptimizer:
         The decision rests on numbers that are equal on all ranks (the norm is reduced), so all ranks skip together or none does.
         Args:
             gradient_scale: factor on the gradient that was known only after the last micro-batch.
+            rate_scale: factor on the learning rate of this update alone; the schedule's own rate goes on as if it were 1.
         """
         if gradient_scale != 1.0:
             for chunk in self._chunks:
@@ -172,6 +173,8 @@ class GuardedOptimizer:
             reached = min(self.steps, self._warmup_steps)  # the first warm-up may not be over: its factor gives way to the second's
             for group in self.param_groups:
                 group["lr"] *= (self.steps - self._begun_at) / reached
+        for group in self.param_groups:
+            group["lr"] *= rate_scale  # the schedule sets it anew before the next update
         self._optimizer.step_with_ready_grads()  # True: what it could refuse is refused above
         return update
 

@@ -333,6 +333,7 @@ def train_step(
     objective: ObjectiveFunction,
     *,
     gradient_scale: Callable[[Tensor], float],
+    rate_scale: Callable[[Tensor], float],
     loss_of: Callable[[Tensor], float],
     config: LearnerConfig,
     placement: Placement,
@@ -342,6 +343,7 @@ def train_step(
 
     Args:
         gradient_scale: sums of the whole batch -> factor on its gradient.
+        rate_scale: the same -> factor on the learning rate of this step.
         loss_of: sums of the whole batch -> its loss.
     Returns: the pass, the loss, and what became of the weights.
     Raises: StepAborted; the weights are as they were.
@@ -351,7 +353,9 @@ def train_step(
     assert done.sums is not None
     loss = loss_of(done.sums)
     abort.too_late()
-    update = optimizer.finish(gradient_scale=gradient_scale(done.sums), loss_is_finite=math.isfinite(loss))
+    update = optimizer.finish(
+        gradient_scale=gradient_scale(done.sums), rate_scale=rate_scale(done.sums), loss_is_finite=math.isfinite(loss)
+    )
     return done, loss, update
 
 

@@ -260,6 +260,31 @@ def test_learning_rate_follows_warmup_and_decay(tmp_path: Path) -> None:
     assert rates == pytest.approx([5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4, 1e-4, 1e-4])
 
 
+def test_the_rate_of_an_update_follows_what_its_sequences_are_worth(tmp_path: Path) -> None:
+    """step_size.by = ess: an update is bit for bit that of a learner whose rate is the factor smaller, weight decay included. The next
+    one starts from the schedule's rate again, here and after a resume."""
+    config = CorrectionConfig(preset="grpo", step_size={"by": "ess"})
+    plain, folder, options = CorrectionConfig(preset="grpo"), save_model(tmp_path / "m"), {"learning_rate": 1e-3, "weight_decay": 0.1}
+    with learner_on(folder, **options) as learner:
+        batches = [with_noisy_behavior(one, learner.logprobs(one), std=std) for one, std in ((random_batch(), 0.3), (random_batch(1), 0.0))]
+        first = learner.step(defer(batches[0], config), config, step=0)
+        ours = weights(learner)
+        learner.save(tmp_path / "c")
+        second = learner.step(defer(batches[1], config), config, step=1)
+        learner.restore(tmp_path / "c")
+        resumed = learner.step(defer(batches[1], config), config, step=1)
+    q = (first.target_logprobs - batches[0].behavior_logprobs).double().where(batches[0].loss_mask, 0)
+    w = torch.stack([q[a:b].sum() for a, b in itertools.pairwise(batches[0].offsets.tolist())]).exp()
+    factor = math.sqrt(float(w.sum() ** 2 / (w.square().sum() * len(w))))
+    assert 0.5 < factor < 0.95
+    assert first.learning_rate == pytest.approx(1e-3 * factor, rel=1e-5)
+    assert first.metrics["step_size_factor"] == pytest.approx(factor, rel=1e-5)
+    assert second.learning_rate == resumed.learning_rate and 0.9e-3 < second.learning_rate <= 1e-3
+    with learner_on(folder, **options | {"learning_rate": first.learning_rate}) as learner:
+        learner.step(defer(batches[0], plain), plain, step=0)
+        assert all(torch.equal(ours[name], one) for name, one in weights(learner).items())
+
+
 def test_a_switch_during_the_warmup_begins_it_anew(tmp_path: Path) -> None:
     """Of 4 steps: a quarter and a half of the rate; after the switch a quarter, a half, three quarters, all of it. Not a product of two."""
     switched = ["before"] * 2 + ["after"] * 5
