@@ -1,0 +1,131 @@
+"""Presets and parts against reference_third.py, which was written from papers and their authors' code without a look at ours.
+
+Loss and gradient of every token, on random ragged batches with holes in the mask and advantages of both signs; the reference's own figures
+first, so that it is held to its worked examples.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from evenkeel.correction import CorrectionConfig, correct, policy_loss, policy_scale, settle, step_size_factor
+from evenkeel.correction.settings.schedule import needs_step_forward
+from tests.correction import reference_third as third
+from tests.correction.fixtures import random_batch
+
+MEAN = {"denominator": {"kind": "token_mean"}}
+SEEDS = range(4)
+
+
+def close(found, wanted):
+    if isinstance(wanted, (list, tuple)):
+        return len(found) == len(wanted) and all(close(a, b) for a, b in zip(found, wanted, strict=True))
+    return found == pytest.approx(wanted, abs=1.01e-6)
+
+
+@pytest.mark.parametrize("example", third.EXAMPLES, ids=lambda example: example["call"].__name__)
+def test_the_reference_gives_its_own_figures(example):
+    outcome = example["call"](**example["inputs"])
+    for name in example.keys() - {"call", "inputs"}:
+        assert close(outcome if name == "value" else getattr(outcome, name), example[name]), name
+
+
+class Rows:
+    """A random batch as lists over sequences."""
+
+    def __init__(self, seed: int, spread: float = 0.6):
+        self.batch, self.target = random_batch(seed, spread=spread)
+        self.bounds = list(pairwise(self.batch.offsets.tolist()))
+        self.mu, self.prox = self.of(self.batch.behavior_logprobs), self.of(self.batch.proximal_logprobs)
+        self.theta, self.advantages = self.of(self.target), self.of(self.batch.advantages)
+        self.mask = self.of(self.batch.loss_mask.int())
+        self.groups = self.batch.group_ids.tolist()
+
+    def of(self, values: torch.Tensor) -> list[list[float]]:
+        return [values[a:b].tolist() for a, b in self.bounds]
+
+
+def ours(settings, rows: Rows):
+    """(loss, gradient by token in rows, outcome)."""
+    config = CorrectionConfig(**settings)
+    corrected = correct(rows.batch, config)
+    if needs_step_forward(config):
+        corrected = settle(corrected, rows.target, config)
+    leaf = rows.target.clone().requires_grad_()
+    out = policy_loss(corrected, leaf, config)
+    out.loss.backward()
+    assert policy_scale(out.partials, config) == 1.0
+    return out.loss.item(), rows.of(leaf.grad), out
+
+
+def check(settings, rows: Rows, wanted: third.Reference) -> int:
+    loss, gradient, _ = ours(settings, rows)
+    assert loss == pytest.approx(wanted.loss, rel=1e-10, abs=1e-13)
+    for found, expected in zip(gradient, wanted.coefficients, strict=True):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-13)
+    return sum(x != 0 for row in wanted.coefficients for x in row)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dro(seed):
+    rows = Rows(seed)
+    wanted = third.dro(theta=rows.theta, anchor=rows.mu, advantages=rows.advantages, mask=rows.mask, beta=0.05)
+    assert check({"preset": "dro", **MEAN}, rows, wanted)
+    wanted = third.dro(theta=rows.theta, anchor=rows.prox, advantages=rows.advantages, mask=rows.mask, beta=0.7)
+    kl = {"coefficient": 0.7, "anchor": "proximal"}
+    assert check({"preset": "dro", "proximal": "recompute", "kl": kl, **MEAN}, rows, wanted)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_delightful(seed):
+    rows = Rows(seed)
+    known = {"theta": rows.theta, "advantages": rows.advantages, "mask": rows.mask}
+    assert check({"preset": "delightful"}, rows, third.delightful(**known))  # no surprisal is over 10
+    delight = {"temperature": 0.3, "surprisal_limit": 1.5, "gain": 2.0}
+    wanted = third.delightful(**known, eta=0.3, surprisal_cap=1.5, gain=2.0)
+    assert check({"preset": "delightful", "objective": {"delight": delight}}, rows, wanted)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_weight_of_the_current_policy(seed):
+    rows = Rows(seed)
+    known = {"theta": rows.theta, "mu": rows.mu, "advantages": rows.advantages, "mask": rows.mask}
+    assert check({"preset": "pg-clip", **MEAN}, rows, third.current_policy_weight(**known, low=0.8, high=1.28))
+    objective = {"lower": 0.0, "upper": 2.0}  # slime's
+    assert check({"preset": "pg-clip", "objective": objective, **MEAN}, rows, third.current_policy_weight(**known, low=0.0, high=2.0))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sao_mask(seed):
+    rows = Rows(seed, spread=1.0)
+    known = {"theta": rows.theta, "mu": rows.mu, "advantages": rows.advantages, "mask": rows.mask}
+    moved = [check({"preset": "sao-mask"}, rows, third.sao_mask(**known, eps_low=0.8, eps_high=3.0))]
+    moved += [check({"preset": "rollout-is"}, rows, third.sao_mask(**known, eps_low=0.2, eps_high=0.28))]
+    assert moved[0] > moved[1] > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_k3_by_sequence(seed):
+    rows = Rows(seed, spread=0.2)
+    wanted = third.k3_rejection(numerator=rows.prox, mu=rows.mu, mask=rows.mask, threshold=0.01)
+    out = ours({"preset": "k3-sequence"}, rows)[2]
+    assert rows.of(out.decided.keep_mask.int()) == wanted.mask
+    wanted = third.k3_rejection(numerator=rows.theta, mu=rows.mu, mask=rows.mask, threshold=0.03)  # verl's bypass
+    criterion = {"statistic": "k3", "level": "geometric", "upper": 0.03}
+    out = ours({"preset": "k3-sequence", "proximal": "behavior", "rejection": [criterion]}, rows)[2]
+    assert rows.of(out.decided.keep_mask.int()) == wanted.mask
+    assert any(wanted.kept) and not all(wanted.kept)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_learning_rate_of_vcpo(seed):
+    rows = Rows(seed, spread=0.3)
+    weights = third.sequence_weights(numerator=rows.theta, mu=rows.mu, mask=rows.mask)
+    config = {"preset": "grpo", "step_size": {"by": "ess"}}
+    factor = step_size_factor(ours(config, rows)[2].partials, CorrectionConfig(**config))
+    assert factor == pytest.approx(third.vcpo_learning_rate_factor(weights), rel=1e-7) and 0.1 < factor < 0.99
+    assert math.isfinite(factor)
