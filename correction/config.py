@@ -102,6 +102,11 @@ def _refuse_rho_in_objective(config: CorrectionConfig) -> None:
 
 def _refuse_a_penalty_without_pull(config: CorrectionConfig) -> None:
     """E over theta of grad (log theta - log anchor) is 0."""
+    if config.kl.level == "sequence" and config.kl.estimator != "k2":
+        raise ConfigError(
+            f"kl.level = sequence with kl.estimator = {config.kl.estimator}: a sequence's square is that of k2. Set kl.estimator: k2, or "
+            "kl.level: token."
+        )
     if config.kl.estimator == "k1" and config.kl.coefficient > REPORT_ONLY:
         raise ConfigError(
             f"kl.estimator = k1 with kl.coefficient = {config.kl.coefficient}: its expected gradient is 0 on-policy, so that it adds noise "

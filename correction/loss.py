@@ -359,12 +359,24 @@ def _kl_tokens(view: BatchView, target: Tensor, part: KlConfig, config: Correcti
             f"kl.anchor = {part.anchor}: the batch has no {part.anchor}_logprobs. Have the learner compute them, or set kl.coefficient: 0."
         )
     mask = view.mask
+    if part.level == "sequence":
+        return _squares_of_sequences(view, torch.where(mask, target - anchor, 0))
     estimator = Estimator.K3 if part.estimator == "unbiased_k3" else Estimator(part.estimator)
     values = estimate(torch.where(mask, anchor - target, 0), estimator)
     if part.estimator == "unbiased_k3":
         factor = torch.where(mask, target - _anchor(view, part.ratio, config), 0)
         values = bounded_exp(factor) * values  # differentiable factor: exactly the gradient of the reverse KL
     return torch.where(mask, values, 0).to(target.dtype)
+
+
+def _squares_of_sequences(view: BatchView, log_ratio: Tensor) -> Tensor:
+    """[N] parts of half the square of each sequence's log ratio, with its gradient; 0 where a token of the sequence is not finite.
+
+    Args: log_ratio: [N] nats, with gradient, 0 outside the mask.
+    """
+    sequences, detached = view.levels.at(Level.SEQUENCE), log_ratio.detach()
+    whole = masked(sequences.sum(detached), ~sequences.any(view.broken)).to(log_ratio.dtype)
+    return sequences.spread(whole) * (log_ratio - detached / 2)
 
 
 def _entropy_bonus(view: BatchView, entropy: Tensor | None, scale: Tensor, config: CorrectionConfig) -> Tensor:

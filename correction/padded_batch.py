@@ -192,7 +192,7 @@ def _padded_advantages(
     if rewards is not None:
         if not isinstance(by, AdvantageConfig):
             raise DataError("from_padded: rewards need advantages_by, the settings to make advantages of them with: config.advantage.")
-        advantages = group_advantages(rewards, group_ids, estimator=by.estimator, ddof=by.ddof, epsilon=by.epsilon)
+        advantages = group_advantages(rewards, group_ids, **by.model_dump())
     assert advantages is not None  # one of both is given
     rows = real.shape[0]
     if advantages.shape not in ((rows,), (rows, 1), real.shape):

@@ -278,7 +278,7 @@ class KeptRun:
         batch = pack_groups(
             groups,
             learner_version=self.version,
-            advantage=partial(group_advantages, estimator=part.estimator, ddof=part.ddof, epsilon=part.epsilon),
+            advantage=partial(group_advantages, **part.model_dump()),
             overlong=self._config.rollout.overlong,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,

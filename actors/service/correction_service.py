@@ -236,7 +236,7 @@ class CorrectionService(HeartbeatActor):
         return pack_groups(
             [one.group for one in pulled],
             learner_version=version,
-            advantage=partial(group_advantages, estimator=advantage.estimator, ddof=advantage.ddof, epsilon=advantage.epsilon),
+            advantage=partial(group_advantages, **advantage.model_dump()),
             overlong=self._config.rollout.overlong,
             max_tokens=self._config.rollout.sampling.max_tokens,
             temperature=self._config.rollout.sampling.temperature,

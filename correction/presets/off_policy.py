@@ -95,6 +95,35 @@ OFF_POLICY: dict[str, Preset] = {
         "kl.coefficient: the papers' tau or beta; on rewards of 0 and 1 none is printed that was read",
         found="Kimi k1.5 was trained with the form by sequence. Trust Region has no run with it.",
     ),
+    "mirror-descent": Preset(
+        {
+            **BYPASS,
+            "objective": score(None),
+            "denominator": SEQUENCE_SUM,
+            "advantage": NO_STD,
+            "kl": {"coefficient": 1e-3, "estimator": "k2", "anchor": "behavior", "level": "sequence"},
+        },
+        "-A log theta + 1e-3 / 2 (sum of log q over the sequence)^2, token sum",
+        "Kimi k1.5 (arXiv 2501.12599), Eq. 3; the 1e-3 is OAPL's",
+        "Stale data, as dro, held back by whole answers: what a token did may be made up for by another. The pull grows with length.",
+        "kl.coefficient: the paper prints no tau; whether its anchor is the sampler's own logprobs or recomputed (proximal: recompute, "
+        "kl.anchor: proximal) isn't said either",
+        found="Kimi k1.5 was trained with it; its report has no run without the square.",
+    ),
+    "oapl": Preset(
+        {
+            **BYPASS,
+            "objective": score(None),
+            "denominator": SEQUENCE_SUM,
+            "advantage": {"estimator": "soft_value"},
+            "kl": {"coefficient": 1e-3, "estimator": "k2", "anchor": "behavior", "level": "sequence"},
+        },
+        "-A log theta + 1e-3 / 2 (sum of log q)^2, A = R - log mean exp R over the group: the gradient of (1e-3 sum of log q - A)^2 / 2e-3",
+        "OAPL (arXiv 2602.19362); form and constants of its authors' code, whose loss is 2e-3 times this one",
+        "Very stale data: a regression of the answer's log ratio onto the advantage of the best policy; no weight, no clip.",
+        found="OAPL: ahead of GRPO with importance weights on competition mathematics, and stable at lags over 400 steps; the code that "
+        "was read is that of its offline experiment.",
+    ),
     "delightful": Preset(
         {**BYPASS, "objective": score(None, delight={})},
         "-sg[sigmoid(A min(-log theta, 10))] A log theta, token mean",

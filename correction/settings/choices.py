@@ -19,6 +19,8 @@ class AdvantageEstimator(enum.StrEnum):
     """R - mean of the others = G / (G - 1) * (R - mean)."""
     MAX_RL = "max_rl"
     """(R - mean) / mean, for rewards >= 0 (prime-rl)."""
+    SOFT_VALUE = "soft_value"
+    """R - V with V = t log mean exp(R / t): the advantage of the best policy at a KL price of t (OAPL)."""
 
 
 class ProximalSource(enum.StrEnum):

@@ -33,11 +33,14 @@ class AdvantageConfig(NamedSettings):
     """How rewards of a group become advantages."""
 
     estimator: AdvantageEstimator = AdvantageEstimator.GRPO
-    """grpo (mean and std of the group), grpo_no_std (mean), rloo (mean of the others), max_rl (divided by the mean)."""
+    """grpo (mean and std of the group), grpo_no_std (mean), rloo (mean of the others), max_rl (divided by the mean),
+    soft_value (R less the group's t log mean exp(R / t))."""
     ddof: Literal[0, 1] = 1
     """1: sample standard deviation, as all frameworks do; 0: population."""
     epsilon: float = Field(default=1e-6, gt=0)
     """Added to the standard deviation."""
+    temperature: float = Field(default=1.0, gt=0)
+    """t of soft_value, in units of the reward: the larger, the nearer V is to the mean; the smaller, to the best answer's reward."""
 
 
 class ImportanceConfig(Settings):
@@ -337,6 +340,8 @@ class KlConfig(Settings):
     it only reports, and is refused above a coefficient of 1e-6."""
     anchor: Literal["reference", "behavior", "proximal"] = "reference"
     """The other policy."""
+    level: Literal["token", "sequence"] = "token"
+    """sequence, for k2: half the square of the sequence's summed log ratio (Kimi k1.5, OAPL), whose pull grows with its length."""
     ratio: Ratio = Ratio.Q
     """Ratio of unbiased_k3, differentiable: q corrects from the sampling policy, r from the proximal one."""
 

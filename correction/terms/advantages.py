@@ -16,6 +16,7 @@ def group_advantages(
     estimator: AdvantageEstimator | str = AdvantageEstimator.GRPO,
     ddof: int = 1,
     epsilon: float = 1e-6,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Group-relative advantage of each sequence.
 
@@ -26,9 +27,11 @@ def group_advantages(
         group_ids: [S] int; equal ids are one group.
         ddof: 1 sample, 0 population standard deviation; 1 is what all the code that was read does.
         epsilon: added to the standard deviation.
+        temperature: of soft_value, in units of the reward.
     Returns: [S] float32 (float64 for float64 rewards).
     Raises: DataError if the shapes differ or a reward is not finite.
-    Source: GRPO: arXiv 2402.03300; without std: arXiv 2503.20783; RLOO: Ahmadian et al. (2024).
+    Source: GRPO: arXiv 2402.03300; without std: arXiv 2503.20783; RLOO: Ahmadian et al. (2024);
+        soft value: OAPL (arXiv 2602.19362) and its authors' code, whose beta1 is the temperature.
     """
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise DataError(f"group_advantages: rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [S]")
@@ -47,6 +50,10 @@ def group_advantages(
         centred = centred * size / (size - 1).clamp(min=1)
     elif estimator is AdvantageEstimator.MAX_RL:
         centred = torch.where(mean > 0, centred / mean.clamp(min=epsilon), 0)
+    elif estimator is AdvantageEstimator.SOFT_VALUE:
+        best = torch.full_like(values, -torch.inf).scatter_reduce(0, group, values, "amax")[group]
+        over_best = temperature * (_group_sums(((values - best) / temperature).exp(), group) / size).log()
+        centred = values - best - over_best
     return centred.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
 
 

@@ -206,6 +206,12 @@ def mis_full_keep(s: Sequence, t: int) -> bool:
     return 0.5 <= s.rho(t) <= 2 and all(s.rho(k) >= 1e-4 for k in s.trained)
 
 
+def square_of_sequence(s: Sequence, t: int) -> Tensor:
+    """The whole sequence's, an equal part at each of its tokens."""
+    total = sum((s.log_theta[k] - s.mu[k] for k in s.trained), torch.zeros((), dtype=torch.float64))
+    return 1e-3 / 2 * total**2 / len(s.trained)
+
+
 def penalty_of_prime(s: Sequence, t: int) -> Tensor:
     return 1e-3 * (s.log_theta[t] - s.mu[t]) ** 2
 
@@ -262,6 +268,8 @@ METHODS: dict[str, Method] = {
     "pg-sequence": score(one, mean="token", weight=lambda s, t: min(s.product(s.q), 2.0)),
     "pg-clip": score(lambda s, t: min(max(s.q(t), 0.8), 1.28), mean="sequence"),
     "dro": score(one, penalty=lambda s, t: 0.05 / 2 * (s.log_theta[t] - s.mu[t]) ** 2),
+    "mirror-descent": score(one, penalty=square_of_sequence),
+    "oapl": score(one, penalty=square_of_sequence),
     "delightful": score(delight(), mean="token"),
     "grpo-clip-higher": score(raw_q, ppo_mask(0.2, 0.28)),
     "grpo-clip-higher-scale": score(at_most(5.0), ppo_mask(0.2, 0.27)),

@@ -42,6 +42,7 @@ def test_keys_given_with_a_preset_override_it():
         ({"normalize": {"population": "all"}}, "no importance weights to normalise"),
         ({"objective": {"kind": "clip", "ratio": "rho"}}, "no gradient"),
         ({"preset": "pg-sequence", "normalize": {"population": "all"}, "kl": {"coefficient": 0.1}}, "drop the term"),
+        ({"kl": {"coefficient": 0.1, "level": "sequence"}}, "Set kl.estimator: k2, or kl.level: token"),
         ({"preset": "m2po", "rejection": [{"statistic": "second_moment", "ratio": "q", "upper": x} for x in (0.04, 0.1)]}, "one budget"),
         ({"preset": "tis-token", "rejection": [{"only_outward": True, "upper": 2.0}]}, "only_outward is for second_moment"),
         ({"preset": "dppo-binary-tv", "objective": {"gate": {"divergence": "k3"}}}, "binary_tv"),

@@ -137,6 +137,10 @@ def dro():
     return sequence_sum(score(wide([1.0, 1.0, 1.0]))) + 0.05 / 2 * square / 3
 
 
+def squares_of_sequences():
+    return sequence_sum(score(wide([1.0, 1.0, 1.0]))) + 1e-3 / 2 * sum(math.log(x) ** 2 for x in SEQ_Q) / 3
+
+
 DELIGHT = tokens(lambda i, j: 1 / (1 + math.exp(ADVANTAGE[i] * math.log(THETA[i][j]))))
 """Surprisals are far below the limit of 10: 3.5 at most."""
 K3_OF = [sum(x - 1 - math.log(x) for x in row) / len(row) for row in RHO]
@@ -217,6 +221,8 @@ GOLDEN = [
     ({"preset": "m2po"}, token_mean(score(times(Q, M2PO_LEFT))), None),
     ({"preset": "pg-clip"}, sequence_mean(score(apply(lambda x: clip(x, 0.8, 1.28), Q))), None),
     ({"preset": "dro"}, dro(), None),
+    ({"preset": "mirror-descent"}, squares_of_sequences(), None),
+    ({"preset": "oapl"}, squares_of_sequences(), None),
     ({"preset": "delightful"}, token_mean(score(DELIGHT)), None),
     ({"preset": "sao-mask"}, token_mean(score(apply(lambda x: x if 0.2 < x < 4 else 0, Q))), None),
     ({"preset": "k3-sequence", "rejection": K3_AT}, token_mean(times(BASE, K3_KEEP)), None),

@@ -6,13 +6,13 @@ first, so that it is held to its worked examples.
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from evenkeel.correction import CorrectionConfig, correct, policy_loss, policy_scale, settle, step_size_factor
+from evenkeel.correction import CorrectionConfig, correct, group_advantages, policy_loss, policy_scale, settle, step_size_factor
 from evenkeel.correction.settings.schedule import needs_step_forward
 from tests.correction import reference_third as third
 from tests.correction.fixtures import random_batch
@@ -80,6 +80,41 @@ def test_dro(seed):
     assert check({"preset": "dro", "proximal": "recompute", "kl": kl, **MEAN}, rows, wanted)
 
 
+def with_rewards(rows: Rows, seed: int, **advantage) -> list[float]:
+    """Rewards of the sequences, whose advantages the batch is given."""
+    rewards = torch.randn(len(rows.bounds), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    advantages = group_advantages(rewards, rows.batch.group_ids, **advantage)
+    rows.batch = replace(rows.batch, advantages=torch.repeat_interleave(advantages, rows.batch.lengths))
+    return rewards.tolist()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_mirror_descent(seed):
+    """Groups are equally large: a mean over groups of means over their answers is the mean over answers."""
+    rows = Rows(seed)
+    rewards = with_rewards(rows, seed, estimator="grpo_no_std")
+    known = {"theta": rows.theta, "rewards": rewards, "groups": rows.groups, "mask": rows.mask}
+    assert check({"preset": "mirror-descent"}, rows, third.kimi_mirror_descent(**known, anchor=rows.mu, tau=1e-3))
+    kl = {"coefficient": 0.5, "anchor": "proximal"}
+    wanted = third.kimi_mirror_descent(**known, anchor=rows.prox, tau=0.5)
+    assert check({"preset": "mirror-descent", "proximal": "recompute", "kl": kl}, rows, wanted)
+
+
+@pytest.mark.parametrize(("beta1", "beta2"), [(1.0, 1e-3), (0.3, 0.5)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_oapl(seed, beta1, beta2):
+    """Its squared regression has 2 beta2 times the gradient of ours; the loss differs by a constant besides."""
+    rows = Rows(seed)
+    advantage = {"estimator": "soft_value", "temperature": beta1}
+    rewards = with_rewards(rows, seed, **advantage)
+    wanted = third.oapl(
+        theta=rows.theta, mu=rows.mu, rewards=rewards, groups=rows.groups, mask=rows.mask, beta1=beta1, beta2=beta2
+    ).coefficients
+    settings = {"preset": "oapl", "kl": {"coefficient": beta2}, "advantage": advantage}
+    for found, expected in zip(ours(settings, rows)[1], wanted, strict=True):
+        assert [2 * beta2 * x for x in found] == pytest.approx(expected, rel=1e-9, abs=1e-13)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_delightful(seed):
     rows = Rows(seed)
@@ -128,4 +163,3 @@ def test_learning_rate_of_vcpo(seed):
     config = {"preset": "grpo", "step_size": {"by": "ess"}}
     factor = step_size_factor(ours(config, rows)[2].partials, CorrectionConfig(**config))
     assert factor == pytest.approx(third.vcpo_learning_rate_factor(weights), rel=1e-7) and 0.1 < factor < 0.99
-    assert math.isfinite(factor)
