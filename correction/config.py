@@ -71,6 +71,11 @@ def validate_combination(config: CorrectionConfig) -> None:
             f"rejection has {' and '.join(criterion.label for criterion in moments)}: one budget of an optimizer step is settled. Keep the "
             "smaller one."
         )
+    if moments and config.covariance is not None:
+        raise ConfigError(
+            f"covariance with rejection by {moments[0].label}: one choice of an optimizer step is settled. Set covariance: null, or leave "
+            "that criterion out."
+        )
     obstacle = fold_obstacle(config, is_deferred=False)
     if obstacle is not None:
         raise ConfigError(

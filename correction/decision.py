@@ -296,13 +296,18 @@ def _bounds(view: BatchView, part: ImportanceConfig | CriterionConfig, segments:
     return lower, upper
 
 
-def _settled(view: BatchView, criterion: CriterionConfig) -> CriterionResult:
+def settled_tokens(view: BatchView, what: str) -> Tensor:
+    """[N] bool: the tokens that `settle` left for the optimizer step. Args: what: asks for them. Raises: DataError if it wasn't called."""
     if view.settled is None:
         raise DataError(
-            f"rejection by {criterion.label} looks at all tokens of an optimizer step under its target policy. Before the step's first "
+            f"{what} looks at all tokens of an optimizer step under its target policy. Before the step's first "
             "micro-batch call settle(corrected, target_logprobs, config), with logprobs of the weights from which the step starts."
         )
-    return CriterionResult(view.settled, view.levels.at(Level.TOKEN))
+    return view.settled
+
+
+def _settled(view: BatchView, criterion: CriterionConfig) -> CriterionResult:
+    return CriterionResult(settled_tokens(view, f"rejection by {criterion.label}"), view.levels.at(Level.TOKEN))
 
 
 def moment_tokens(view: BatchView, criterion: CriterionConfig, config: CorrectionSettings) -> tuple[Tensor, Tensor]:

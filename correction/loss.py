@@ -19,7 +19,7 @@ from .batch import CorrectedBatch, FinalDecision
 from .checks import check_same_settings, check_training_values
 from .config import CorrectionConfig
 from .correct import probability_factor
-from .decision import BatchView, Decision, apply_stage, divergence_of_tokens, drop_broken_units, unit_advantages
+from .decision import BatchView, Decision, apply_stage, divergence_of_tokens, drop_broken_units, settled_tokens, unit_advantages
 from .errors import DataError
 from .settings.choices import Level, ProximalSource, Ratio
 from .settings.parts import ClipGate, DivergenceGate, KlConfig, RelaxConfig, ScoreObjective
@@ -142,6 +142,8 @@ def policy_loss(
     late = apply_stage(view, config, schedule, Stage.LATE)
     tokens, coefficients = _losses_and_coefficients(view, target, config)
     keep = corrected.keep_mask & late.keep
+    if config.covariance is not None and config.covariance.action == "drop":
+        keep = keep & settled_tokens(view, "covariance")
     if tokens.units is not None:
         keep = drop_broken_units(view, keep, [tokens.units])
 
@@ -263,11 +265,19 @@ def _losses_and_coefficients(view: BatchView, target: Tensor, config: Correction
     point = target if target.requires_grad else target.detach().requires_grad_()
     with torch.enable_grad():
         tokens = token_losses(view, point, config)
+        if config.covariance is not None and config.covariance.action == "penalty":
+            tokens = replace(tokens, loss=tokens.loss + _covariance_penalty(view, point, config.covariance.coefficient, config))
         (slope,) = torch.autograd.grad(tokens.loss.sum(), point, retain_graph=True)
     if point is not target:
         tokens = replace(tokens, loss=tokens.loss.detach())
     counted = view.mask & (view.batch.advantages != 0)
     return tokens, torch.where(counted, -slope / view.batch.advantages, 0)
+
+
+def _covariance_penalty(view: BatchView, target: Tensor, coefficient: float, config: CorrectionConfig) -> Tensor:
+    """[N] with gradient: coefficient |log r| at the tokens that `settle` chose; without a slope where r = 1."""
+    chosen = view.mask & ~settled_tokens(view, "covariance")
+    return coefficient * torch.where(chosen, target - _anchor(view, Ratio.R, config), 0).abs()
 
 
 def token_losses(view: BatchView, target: Tensor, config: CorrectionConfig) -> TokenLoss:

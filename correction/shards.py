@@ -44,6 +44,8 @@ def check_sharded(config: CorrectionSettings, num_prompts: int | None, *, has_re
             "denominator.kind = prompt_mean in shards: a prompt's answers may lie in several. Give num_prompts, the prompts of the whole "
             "batch, and group_ids from 0 to num_prompts - 1."
         )
+    if config.covariance is not None:
+        raise whole_step_only()
     if config.modulation.noise_std > 0:
         raise ConfigError(
             "modulation.noise_std in shards: the noise follows the order of tokens in a batch. Correct the batch in one process."
@@ -53,6 +55,14 @@ def check_sharded(config: CorrectionSettings, num_prompts: int | None, *, has_re
             "rejection by second_moment looks at all tokens of the batch, for which one sum is not enough. Give correct() `reduce`, "
             "which it calls several times, instead of `totals`."
         )
+
+
+def whole_step_only() -> ConfigError:
+    """Why a choice by covariance isn't made on shards."""
+    return ConfigError(
+        "covariance in shards: its means and its choice are of all tokens of an optimizer step. Correct and settle the whole batch on "
+        "every rank, and select its share afterwards; or set covariance: null."
+    )
 
 
 def prompt_index(batch: PackedBatch, config: CorrectionSettings, num_prompts: int | None) -> tuple[Tensor, int]:

@@ -346,6 +346,30 @@ class KlConfig(Settings):
     """Ratio of unbiased_k3, differentiable: q corrects from the sampling policy, r from the proximal one."""
 
 
+class CovarianceConfig(Settings):
+    """Tokens whose advantage and logprob lie far on the same side of their means, by which entropy falls: a few of each optimizer step are
+    left out (Clip-Cov) or held back (KL-Cov). Each step needs a forward pass before it."""
+
+    action: Literal["drop", "penalty"] = "drop"
+    """drop: tokens drawn at random of those between lower and upper, which no clip stops, are left out of the loss; they count in the
+    denominator as rejected ones do. penalty: those of the largest covariance have coefficient |log r| added to their loss."""
+    share: float = Field(default=2e-4, gt=0, le=1)
+    """How many, of the step's trained tokens; rounded down, at least one."""
+    lower: float = 1.0
+    """drop: covariance over which a token may be drawn."""
+    upper: float = 5.0
+    """drop: covariance under which it may."""
+    coefficient: float = Field(default=1.0, gt=0)
+    """penalty: its factor."""
+    seed: int = 0
+    """drop: of the draw, together with the learner's version."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> CovarianceConfig:
+        _check_order("covariance", self.lower, self.upper)
+        return self
+
+
 class StepSizeConfig(Settings):
     """How far an optimizer step goes, by what its batch is worth: a factor on the learning rate."""
 
@@ -384,6 +408,8 @@ class CorrectionSettings(NamedSettings):
     """Batch normalisation of the importance weights."""
     objective: Objective = ClipObjective()
     """The trust region."""
+    covariance: CovarianceConfig | None = None
+    """Tokens that are chosen by the covariance of advantage and logprob."""
     denominator: DenominatorConfig = DenominatorConfig()
     """What the loss is divided by."""
     advantage: AdvantageConfig = AdvantageConfig()

@@ -71,7 +71,7 @@ class Schedule:
             elif config.normalize.population is Population.ALL:
                 normalization = importance
         if config.denominator.count is Count.KEPT:
-            kept_count = rejection
+            kept_count = Stage.LATE if config.covariance is not None and config.covariance.action == "drop" else rejection
         return cls(proximal, criteria, veto, importance, normalization, kept_count)
 
     @property
@@ -86,6 +86,8 @@ def fold_obstacle(config: CorrectionSettings, *, is_deferred: bool, has_auxiliar
     schedule = Schedule.of(config, is_deferred=is_deferred)
     if is_deferred and second_moments(config, schedule, Stage.LATE):
         return "the threshold of second_moment depends on all tokens of the batch"
+    if is_deferred and config.covariance is not None:
+        return "a choice by covariance depends on all tokens of the batch"
     if schedule.kept_count is Stage.LATE and config.denominator.kind is DenominatorKind.PROMPT_MEAN:
         return "kept counts of groups are no single factor"
     adds_terms = config.kl.coefficient > 0 or config.entropy_coefficient > 0
@@ -103,9 +105,10 @@ def second_moments(config: CorrectionSettings, schedule: Schedule, stage: Stage)
 def needs_step_forward(config: CorrectionSettings) -> bool:
     """True if an optimizer step needs a forward pass of its own before its first micro-batch, whose logprobs `settle` is given.
 
-    So it is where the threshold of second_moment is on the target policy, as in M2PO. In a batch's first step it is the proximal forward.
+    So it is where the threshold of second_moment is on the target policy, as in M2PO, and where tokens are chosen by covariance. In a
+    batch's first step it is the proximal forward.
     """
-    return bool(second_moments(config, Schedule.of(config, is_deferred=False), Stage.LATE))
+    return config.covariance is not None or bool(second_moments(config, Schedule.of(config, is_deferred=False), Stage.LATE))
 
 
 def needs_gradient_factor(config: CorrectionSettings, *, is_deferred: bool = False) -> bool:
@@ -125,6 +128,11 @@ def check_without_gradient_factor(config: CorrectionSettings, *, is_deferred: bo
     Raises: ConfigError if the config needs `policy_scale` there; without it the loss would be of the wrong size, silently. Also if it
         needs `settle` (needs_step_forward) or scales the learning rate (step_size_factor).
     """
+    if config.covariance is not None:
+        raise ConfigError(
+            "covariance: its choice is of all tokens of an optimizer step, under its target policy: it takes a forward pass before the "
+            "first micro-batch, and this trainer has none. Set covariance: null."
+        )
     if needs_step_forward(config):
         raise ConfigError(
             "this correction's threshold of second_moment is on the target policy, over all tokens of an optimizer step: it takes a "
@@ -167,6 +175,8 @@ def policies_read(config: CorrectionSettings) -> frozenset[str]:
         ratios.append(penalty.ratio)
     if config.veto is not None and config.veto.quantity == "ratio":
         ratios.append(config.veto.ratio)
+    if config.covariance is not None and config.covariance.action == "penalty":
+        ratios.append(Ratio.R)
     if config.step_size.by == "ess":
         ratios.append(Ratio.Q)
     read = {"target"}.union(*(_POLICIES[effective_ratio(ratio, config)] for ratio in ratios))

@@ -36,6 +36,10 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     vocabulary_mu: list[Table] = field(default_factory=list)
     vocabulary_theta: list[Table] = field(default_factory=list)
+    version: int = 0
+    """The learner's."""
+    chosen: set[int] = field(default_factory=set)
+    """Tokens that a method has marked in the batch."""
     listed: list[list[int]] = field(default_factory=list)
     """The K tokens that the sampler found most likely."""
 
@@ -96,6 +100,8 @@ class Method:
     counts_kept: bool = False
     """The denominator counts kept tokens alone."""
     keep_of_batch: Callable[[list[Sequence]], list[list[bool]]] | None = None
+    mark: Callable[[list[Sequence]], None] | None = None
+    """Fills `chosen` of the sequences, before anything else."""
     penalty: TokenRule | None = None
     """Added on all tokens of the mask, with the denominator of the mask."""
     bypass: bool = False
@@ -116,6 +122,8 @@ def run(method: Method, batch: list[Sequence]) -> ReferenceOutcome:
             s.prox = s.mu
         if method.interpolates:
             s.prox = [m if d == 0 else m / d + (1 - 1 / d) * x.item() for m, d, x in zip(s.mu, s.age, s.log_theta, strict=True)]
+    if method.mark is not None:
+        method.mark(batch)
     keep = [[is_in and bool(method.keep(s, t)) for t, is_in in enumerate(s.mask)] for s in batch]
     if method.keep_of_batch is not None:
         keep = method.keep_of_batch(batch)

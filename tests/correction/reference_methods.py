@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,50 @@ def areal_keep(batch: list[Sequence]) -> list[list[bool]]:
     return [[(i, t) in kept for t in range(len(s.mask))] for i, s in enumerate(batch)]
 
 
+def covariances(batch: list[Sequence]) -> dict[tuple[int, int], float]:
+    """Of advantage and logprob, by (sequence, token), around the means over all trained tokens."""
+    places = [(i, t) for i, s in enumerate(batch) for t in s.trained]
+    mean_a = math.fsum(batch[i].advantage for i, _ in places) / len(places)
+    mean_log = math.fsum(batch[i].log_theta[t].item() for i, t in places) / len(places)
+    return {(i, t): (batch[i].advantage - mean_a) * (batch[i].log_theta[t].item() - mean_log) for i, t in places}
+
+
+def lot(logprob: float, seed: int) -> int:
+    """splitmix64 of a float's bits, in 64 bits with a sign."""
+
+    def signed(x: int) -> int:
+        return (x + 2**63) % 2**64 - 2**63
+
+    x = signed(struct.unpack("<q", struct.pack("<d", logprob))[0] + seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = signed((x ^ (x >> shift)) * factor)
+    return x ^ (x >> 31)
+
+
+def mark_drawn(batch: list[Sequence]) -> None:
+    """One in 5,000 of those between 1 and 5 that PPO doesn't clip, at least one token; by lot."""
+    values, eligible = covariances(batch), []
+    for (i, t), value in values.items():
+        s = batch[i]
+        r = s.p_theta(t) / s.p_prox(t)
+        is_clipped = (s.advantage > 0 and r > 1.2) or (s.advantage < 0 and r < 0.8)
+        if 1 < value < 5 and not is_clipped:
+            eligible.append((lot(s.log_theta[t].item(), hash((0, s.version))), i, t))
+    for _, i, t in sorted(eligible, reverse=True)[: max(len(values) // 5000, 1)]:
+        batch[i].chosen.add(t)
+
+
+def mark_largest(batch: list[Sequence]) -> None:
+    values = covariances(batch)
+    for i, t in sorted(values, key=lambda place: -values[place])[: max(len(values) // 5000, 1)]:
+        batch[i].chosen.add(t)
+
+
+def kl_cov(s: Sequence, t: int) -> Tensor:
+    log_r = s.log_theta[t] - s.prox[t]
+    return -math.exp(log_r.item()) * s.advantage * s.log_theta[t] + (log_r.abs() if t in s.chosen else 0)
+
+
 def mis_full_keep(s: Sequence, t: int) -> bool:
     return 0.5 <= s.rho(t) <= 2 and all(s.rho(k) >= 1e-4 for k in s.trained)
 
@@ -239,6 +284,8 @@ METHODS: dict[str, Method] = {
     "m2po": score(raw_q, mean="token", bypass=False, keep_of_batch=m2po_keep),
     "m2po-areal": Method(ppo(), keep_of_batch=areal_keep, counts_kept=True),
     "k3-sequence": Method(ppo(), keep=k3_keep),
+    "clip-cov": Method(ppo(), keep=lambda s, t: t not in s.chosen, mark=mark_drawn),
+    "kl-cov": Method(kl_cov, mark=mark_largest),
     "opsm": Method(ppo(), "sequence", keep=opsm_keep),
     "tis-token": Method(ppo(), weight=cut(2.0)),
     "tis-sequence": Method(ppo(), weight=cut_product(2.0)),

@@ -44,6 +44,8 @@ def test_keys_given_with_a_preset_override_it():
         ({"preset": "pg-sequence", "normalize": {"population": "all"}, "kl": {"coefficient": 0.1}}, "drop the term"),
         ({"kl": {"coefficient": 0.1, "level": "sequence"}}, "Set kl.estimator: k2, or kl.level: token"),
         ({"preset": "m2po", "rejection": [{"statistic": "second_moment", "ratio": "q", "upper": x} for x in (0.04, 0.1)]}, "one budget"),
+        ({"preset": "m2po", "covariance": {}}, "one choice of an optimizer step is settled"),
+        ({"covariance": {"lower": 6}}, "nothing would be inside"),
         ({"preset": "tis-token", "rejection": [{"only_outward": True, "upper": 2.0}]}, "only_outward is for second_moment"),
         ({"preset": "dppo-binary-tv", "objective": {"gate": {"divergence": "k3"}}}, "binary_tv"),
         ({"preset": "dppo-topk-tv", "objective": {"gate": {"ratio": "r"}}}, "Set ratio: q"),

@@ -137,6 +137,13 @@ def dro():
     return sequence_sum(score(wide([1.0, 1.0, 1.0]))) + 0.05 / 2 * square / 3
 
 
+LOGS = [math.log(x) for row in THETA for x in row]
+MEAN_A = sum(ADVANTAGE[i] for i, row in enumerate(ROWS) for _ in row) / 9
+COVARIANCES = tokens(lambda i, j: (ADVANTAGE[i] - MEAN_A) * (math.log(THETA[i][j]) - sum(LOGS) / 9))
+KL_COV = max(((i, j) for i, row in enumerate(ROWS) for j in range(len(row))), key=lambda place: COVARIANCES[place[0]][place[1]])
+"""None is over 1 here, so that clip-cov has nobody to draw."""
+
+
 def squares_of_sequences():
     return sequence_sum(score(wide([1.0, 1.0, 1.0]))) + 1e-3 / 2 * sum(math.log(x) ** 2 for x in SEQ_Q) / 3
 
@@ -221,6 +228,8 @@ GOLDEN = [
     ({"preset": "m2po"}, token_mean(score(times(Q, M2PO_LEFT))), None),
     ({"preset": "pg-clip"}, sequence_mean(score(apply(lambda x: clip(x, 0.8, 1.28), Q))), None),
     ({"preset": "dro"}, dro(), None),
+    ({"preset": "clip-cov"}, token_mean(BASE), None),
+    ({"preset": "kl-cov"}, token_mean(score(R)) + abs(math.log(R[KL_COV[0]][KL_COV[1]])) / 9, None),
     ({"preset": "mirror-descent"}, squares_of_sequences(), None),
     ({"preset": "oapl"}, squares_of_sequences(), None),
     ({"preset": "delightful"}, token_mean(score(DELIGHT)), None),

@@ -58,7 +58,8 @@ def test_a_hole_counts_where_the_number_is_read_and_nowhere_else(preset):
     """Whether a preset reads a tensor is seen by moving its finite values: then loss, gradient, weights or masks move. A NaN in one that
     isn't read changes no bit of them and nothing is said; in one that is read it is said."""
     config = CorrectionConfig(preset=preset)
-    batch, target = random_batch(5, sequences=6, topk=2, staleness=3, spread=0.5)
+    spread = 0.1 if preset == "k3-sequence" else 0.5  # with more it leaves out every sequence, whatever is moved
+    batch, target = random_batch(5, sequences=6, topk=2, staleness=3, spread=spread)
     plain = bits(trained(batch, target, config))
     index = int(batch.loss_mask.nonzero()[3])
     for field in FIELDS:

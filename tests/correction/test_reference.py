@@ -49,6 +49,7 @@ class ReferenceCase:
                 log_theta=list(scalars[own]),
                 advantage=advantages[own.start],
                 group=group,
+                version=self.batch.learner_version,
             )
             for group, own in zip(self.batch.group_ids.tolist(), owns, strict=True)
         ]

@@ -144,6 +144,35 @@ def test_sao_mask(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_clip_cov(seed):
+    """Who is drawn is a matter of lots; of whom, and how many, is not. All eligible ones, then one token of them."""
+    rows = Rows(seed)
+    known = {"theta": rows.theta, "prox": rows.prox, "advantages": rows.advantages, "mask": rows.mask}
+    part = {"lower": 0.1, "upper": 2.0, "share": 1.0}
+    wanted = third.clip_cov(**known, cov_low=0.1, cov_high=2.0, fraction=1.0)
+    assert check({"preset": "clip-cov", "covariance": part}, rows, wanted)
+    settings = {"preset": "clip-cov", "covariance": part | {"share": 1e-6}}
+    eligible = third.clip_cov_eligible(**known, eps_low=0.2, eps_high=0.2, cov_low=0.1, cov_high=2.0)
+    keep = rows.of(ours(settings, rows)[2].decided.keep_mask)
+    (left_out,) = [(i, t) for i, row in enumerate(rows.mask) for t, trained in enumerate(row) if trained and not keep[i][t]]
+    order = [eligible.index(left_out)]
+    assert check(settings, rows, third.clip_cov(**known, cov_low=0.1, cov_high=2.0, fraction=1e-6, order=order))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kl_cov(seed):
+    """Score form: the gradient of the reference's -A r, and another value."""
+    rows = Rows(seed)
+    known = {"theta": rows.theta, "prox": rows.prox, "advantages": rows.advantages, "mask": rows.mask}
+    for fraction, coefficient in ((2e-4, 1.0), (0.3, 0.1)):
+        wanted = third.kl_cov(**known, fraction=fraction, kl_coefficient=coefficient)
+        gradient = ours({"preset": "kl-cov", "covariance": {"share": fraction, "coefficient": coefficient}}, rows)[1]
+        for found, expected in zip(gradient, wanted.coefficients, strict=True):
+            assert found == pytest.approx(expected, rel=1e-9, abs=1e-13)
+        assert sum(map(sum, wanted.factors)) >= 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_k3_by_sequence(seed):
     rows = Rows(seed, spread=0.2)
     wanted = third.k3_rejection(numerator=rows.prox, mu=rows.mu, mask=rows.mask, threshold=0.01)
