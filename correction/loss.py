@@ -22,7 +22,7 @@ from .correct import probability_factor
 from .decision import BatchView, Decision, apply_stage, divergence_of_tokens, drop_broken_units, settled_tokens, unit_advantages
 from .errors import DataError
 from .settings.choices import Level, ProximalSource, Ratio
-from .settings.parts import ClipGate, DivergenceGate, KlConfig, RelaxConfig, ScoreObjective
+from .settings.parts import BandConfig, ClipGate, DivergenceGate, KlConfig, RelaxConfig, ScoreObjective
 from .settings.schedule import Schedule, Stage, effective_ratio, needs_reference_logprobs
 from .terms.denominators import global_counts, kept_local_factor
 from .terms.divergence import Estimator, estimate
@@ -31,6 +31,7 @@ from .terms.objectives import (
     clip_gate,
     clipped_loss,
     delight_factor,
+    divergence_band,
     divergence_gate,
     gamma_coefficient,
     geometric_clip_loss,
@@ -291,6 +292,8 @@ def token_losses(view: BatchView, target: Tensor, config: CorrectionConfig) -> T
     nothing = torch.zeros_like(view.mask)
     if part.kind == "clip":
         low, high = _clip_limits(view, part.clip_low, part.clip_high, part.relax)
+        if part.band is not None:
+            low, high = _band_limits(_anchor(view, part.ratio, config), part.clip_low, part.clip_high, part.band)
         loss, is_clipped = clipped_loss(log_ratio, advantages, clip_low=low, clip_high=high, dual_clip=part.dual_clip)
         return TokenLoss(loss, is_clipped, log_ratio.detach(), units=segments)
     if part.kind == "geometric_clip":
@@ -347,6 +350,13 @@ def _clip_limits(view: BatchView, low: float, high: float, relax: RelaxConfig | 
     if relax is None:
         return low, high
     return relaxed_clip(view.logprobs.behavior, low, high, below=relax.below, ends=relax.ends)
+
+
+def _band_limits(anchor: Tensor, low: float, high: float, part: BandConfig) -> tuple[Tensor, Tensor]:
+    """Distances of each token's bounds from 1: those of its band, at least low and high. Args: anchor: [N] log probabilities."""
+    least, largest = divergence_band(anchor.exp(), divergence=part.divergence, delta=part.delta)
+    upper = (largest - 1).clamp(min=high, max=part.largest - 1)
+    return (1 - least).clamp(min=low).to(anchor.dtype), upper.to(anchor.dtype)
 
 
 def _anchor(view: BatchView, ratio: Ratio, config: CorrectionConfig) -> Tensor:

@@ -80,6 +80,11 @@ def breaks_at_an_alarm(config: CorrectionConfig) -> str | None:
     anything at a KL times the length above 1.
     """
     for criterion in config.rejection:
+        if criterion.statistic is Statistic.K3 and criterion.level is RejectionLevel.GEOMETRIC and (criterion.upper or 1) < LARGEST_KL:
+            return (
+                f"its bound on mean k3 leaves out nearly every answer once the KL exceeds {criterion.upper:.2g} nats; "
+                "take a preset on tokens, such as dppo-binary-tv or tis-token"
+            )
         if criterion.statistic is not Statistic.RATIO or criterion.usual_kl is not None:
             continue
         if criterion.level is RejectionLevel.GEOMETRIC and criterion.lower is not None and criterion.lower > math.exp(-LARGEST_KL):
@@ -109,7 +114,9 @@ def _narrower_criterion(criterion: CriterionConfig, factor: float) -> CriterionC
 
 def _narrower_objective(objective: Objective, factor: float) -> Objective:
     if objective.kind == "clip":
-        return _with_powers(_with_products(objective, factor, "clip_low", "clip_high"), factor, "dual_clip")
+        band = None if objective.band is None else _with_products(objective.band, factor, "delta")
+        narrower = _with_powers(_with_products(objective, factor, "clip_low", "clip_high"), factor, "dual_clip")
+        return narrower.model_copy(update={"band": band})
     if objective.kind == "geometric_clip":
         return _with_products(objective, factor, "log_clip")
     if objective.kind == "score":

@@ -208,6 +208,19 @@ class DivergenceGate(Settings):
         return self
 
 
+class BandConfig(Settings):
+    """Clips that follow the token's probability under the ratio's denominator: as far as it may go, the other tokens scaled evenly,
+    until the two distributions are `delta` apart (BandPO). clip_low and clip_high are what each band is widened to at least; 0 leaves it
+    alone."""
+
+    divergence: Literal["kl", "tv", "chi2"] = "kl"
+    """kl: KL(old || new), in nats; tv: total variation; chi2: chi-square of new to old."""
+    delta: float = Field(default=0.05, gt=0)
+    """Radius."""
+    largest: float = Field(default=100.0, gt=1)
+    """Largest upper bound of a ratio, that of rare tokens."""
+
+
 class ClipObjective(Settings):
     """PPO clip: max(-A x, -A clip(x, 1 - clip_low, 1 + clip_high)); geometric level is GSPO."""
 
@@ -224,9 +237,16 @@ class ClipObjective(Settings):
     """Largest ratio that counts where the advantage is negative, rare tokens' too; None: off."""
     relax: RelaxConfig | None = None
     """Rare tokens that are not clipped; for level: token."""
+    band: BandConfig | None = None
+    """Wider clips for the less probable tokens; for level: token, and instead of relax."""
 
     @model_validator(mode="after")
     def _check(self) -> ClipObjective:
+        if self.band is not None and (self.level is not Level.TOKEN or self.relax is not None):
+            raise ConfigError(
+                f"objective.band with objective.level = {self.level}{' and relax' if self.relax else ''}: the band is that of one token, "
+                "and sets its clip alone. Set level: token and relax: null, or band: null."
+            )
         if self.relax is not None and self.level is not Level.TOKEN:
             raise ConfigError(
                 f"objective.relax with objective.level = {self.level}: a token may be rare, a {self.level} ratio belongs to many tokens. "

@@ -49,6 +49,34 @@ def relaxed_clip(behavior: Tensor, low: float, high: float, *, below: float, end
     return lower, upper
 
 
+def divergence_band(probability: Tensor, *, divergence: str, delta: float) -> tuple[Tensor, Tensor]:
+    """Least and largest ratio [N] that keep a token of probability p within a ball of radius delta, the rest of the mass scaled evenly.
+
+    They solve p f(x) + (1 - p) f((1 - x p) / (1 - p)) = delta, or are 0 and 1 / p where nothing does. kl: f(u) = u - 1 - log u, by
+    bisection; tv: f(u) = |u - 1| / 2; chi2: f(u) = (u - 1)^2.
+    Args:
+        probability: [N]; cut to [1e-6, 1 - 1e-6], beyond which float32 knows no complement. divergence: kl, tv or chi2.
+    Source: BandPO (arXiv 2603.04918), in the form of its authors' code.
+    """
+    p = probability.double().clamp(1e-6, 1 - 1e-6)
+    if divergence != "kl":
+        width = delta / p if divergence == "tv" else (delta * (1 - p) / p).sqrt()
+        return (1 - width).clamp(min=0), torch.minimum(1 + width, 1 / p)
+    ends = []
+    for end in (torch.zeros_like(p), 1 / p):
+        inside, outside = torch.ones_like(p), end
+        for _ in range(_HALVINGS):
+            x = (inside + outside) / 2
+            is_inside = -p * x.log() - (1 - p) * ((1 - x * p) / (1 - p)).log() <= delta  # the linear parts of f cancel
+            inside, outside = torch.where(is_inside, x, inside), torch.where(is_inside, outside, x)
+        ends.append(inside)
+    return ends[0], ends[1]
+
+
+_HALVINGS = 60
+"""Of an interval up to 1e6 wide: to 1e-12, which is more than float64 keeps of the largest ratios."""
+
+
 def clipped_loss(
     log_ratio: Tensor,
     advantages: Tensor,

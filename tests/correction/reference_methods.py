@@ -34,6 +34,22 @@ def ppo(low: float = 0.2, high: float = 0.2, dual: float | None = None, rare: fl
     return loss
 
 
+def kl_end(p: float, end: float) -> float:
+    """The ratio between 1 and `end` at which KL(p || x p), with the rest scaled evenly, is 0.05; the nearest to `end` if none is."""
+    inside, outside = 1.0, end
+    for _ in range(200):
+        x = (inside + outside) / 2
+        far = not 0 < x * p < 1 or kl_of_two(p, x * p) > 0.05
+        inside, outside = (inside, x) if far else (x, outside)
+    return inside
+
+
+def bandpo(s: Sequence, t: int) -> Tensor:
+    p = s.p_prox(t)
+    low, high = min(kl_end(p, 0.0), 0.8), min(max(kl_end(p, 1 / p), 1.28), 100.0)
+    return clipped(s.r_with_gradient(t), s.advantage, 1 - low, high - 1)
+
+
 def gspo(s: Sequence, t: int) -> Tensor:
     """The sequence's loss, at each of its tokens."""
     mean = sum((s.log_theta[k] - s.prox[k] for k in s.trained), torch.zeros((), dtype=torch.float64)) / len(s.trained)
@@ -276,6 +292,7 @@ METHODS: dict[str, Method] = {
     "grpo": Method(ppo(), "sequence"),
     "dr-grpo": Method(ppo(), "constant"),
     "dapo": Method(ppo(high=0.28)),
+    "bandpo": Method(bandpo),
     "gspo": Method(gspo, "sequence"),
     "luspo": Method(gspo, "sum"),
     "gmpo": Method(gmpo, "sequence"),

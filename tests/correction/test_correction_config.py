@@ -45,6 +45,8 @@ def test_keys_given_with_a_preset_override_it():
         ({"kl": {"coefficient": 0.1, "level": "sequence"}}, "Set kl.estimator: k2, or kl.level: token"),
         ({"preset": "m2po", "rejection": [{"statistic": "second_moment", "ratio": "q", "upper": x} for x in (0.04, 0.1)]}, "one budget"),
         ({"preset": "m2po", "covariance": {}}, "one choice of an optimizer step is settled"),
+        ({"preset": "bandpo", "objective": {"level": "sequence"}}, "the band is that of one token"),
+        ({"preset": "bandpo", "objective": {"relax": {}}}, "Set level: token and relax: null, or band: null"),
         ({"covariance": {"lower": 6}}, "nothing would be inside"),
         ({"preset": "tis-token", "rejection": [{"only_outward": True, "upper": 2.0}]}, "only_outward is for second_moment"),
         ({"preset": "dppo-binary-tv", "objective": {"gate": {"divergence": "k3"}}}, "binary_tv"),

@@ -137,6 +137,21 @@ def dro():
     return sequence_sum(score(wide([1.0, 1.0, 1.0]))) + 0.05 / 2 * square / 3
 
 
+def kl_end(p, end):
+    """The ratio x towards `end` from 1 with KL(p || x p) = 0.05."""
+    inside, outside = 1.0, end
+    for _ in range(100):
+        x = (inside + outside) / 2
+        inside, outside = (x, outside) if 0 < x * p < 1 and binary_kl(p, x * p) <= 0.05 else (inside, x)
+    return inside
+
+
+def banded(i, j):
+    p, a, r = PROX[i][j], ADVANTAGE[i], R[i][j]
+    return max(-a * r, -a * clip(r, min(kl_end(p, 0), 0.8), max(kl_end(p, 1 / p), 1.28)))
+
+
+BAND = tokens(banded)
 LOGS = [math.log(x) for row in THETA for x in row]
 MEAN_A = sum(ADVANTAGE[i] for i, row in enumerate(ROWS) for _ in row) / 9
 COVARIANCES = tokens(lambda i, j: (ADVANTAGE[i] - MEAN_A) * (math.log(THETA[i][j]) - sum(LOGS) / 9))
@@ -182,6 +197,7 @@ GOLDEN = [
     ({"preset": "dapo", **SEQ}, sequence_mean(ppo(R, high=0.28)), -0.270758),
     ({"preset": "bypass"}, token_mean(ppo(Q)), 0.077222),
     ({"preset": "bypass", "objective": {"dual_clip": 2}}, token_mean(ppo(Q, dual=2)), -0.100556),
+    ({"preset": "bandpo"}, token_mean(BAND), None),
     ({"preset": "gspo"}, sum(gspo(3e-4, 4e-4)) / 3, -0.166900),
     ({"preset": "gspo", "objective": {"clip_low": 0.2, "clip_high": 0.2}}, sum(gspo(0.2, 0.2)) / 3, -0.282839),
     ({"preset": "luspo"}, sequence_sum(wide(gspo(3e-4, 4e-4))), None),

@@ -14,6 +14,7 @@ import torch
 
 from evenkeel.correction import CorrectionConfig, correct, group_advantages, policy_loss, policy_scale, settle, step_size_factor
 from evenkeel.correction.settings.schedule import needs_step_forward
+from evenkeel.correction.terms.objectives import divergence_band
 from tests.correction import reference_third as third
 from tests.correction.fixtures import random_batch
 
@@ -170,6 +171,30 @@ def test_kl_cov(seed):
         for found, expected in zip(gradient, wanted.coefficients, strict=True):
             assert found == pytest.approx(expected, rel=1e-9, abs=1e-13)
         assert sum(map(sum, wanted.factors)) >= 1
+
+
+@pytest.mark.parametrize(("divergence", "delta"), [("kl", 0.05), ("kl", 1e-3), ("tv", 0.05), ("chi2", 0.01)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bandpo(seed, divergence, delta):
+    """Widened to 0.8 and 1.28, and the band alone."""
+    rows = Rows(seed)
+    known = {"theta": rows.theta, "prox": rows.prox, "advantages": rows.advantages, "mask": rows.mask}
+    band = {"divergence": divergence, "delta": delta}
+    for relax, low, high in ((True, 0.2, 0.28), (False, 0.0, 0.0)):
+        wanted = third.bandpo(**known, divergence=divergence, delta=delta, relax=relax, eps_low=0.2, eps_high=0.28)
+        objective = {"band": band, "clip_low": low, "clip_high": high}
+        moved = check({"preset": "bandpo", "objective": objective}, rows, wanted)
+        assert 0 < moved < sum(map(sum, rows.mask))
+
+
+def test_bands_of_single_tokens():
+    """From certain to very rare; beyond 1e-6 they are those at 1e-6."""
+    probabilities = [1e-9, 1e-6, 1e-3, 0.02, 0.3, 0.9, 0.999]
+    for divergence in ("kl", "tv", "chi2"):
+        low, high = divergence_band(torch.tensor(probabilities, dtype=torch.float64), divergence=divergence, delta=0.05)
+        wanted = [third.band(max(p, 1e-6), divergence=divergence, delta=0.05) for p in probabilities]
+        assert low.tolist() == pytest.approx([pair[0] for pair in wanted], rel=1e-9, abs=1e-12)
+        assert high.tolist() == pytest.approx([pair[1] for pair in wanted], rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
