@@ -81,6 +81,18 @@ def test_what_is_rejected_counts_and_what_is_broken_does_not():
     assert factor == pytest.approx(root_ess([PRODUCTS[0], PRODUCTS[2]]))
 
 
+def test_a_logprob_that_the_sampler_did_not_report_is_noticed():
+    """Plain policy gradient reads no mu; with the factor it does. By default such a token's ratio is 1."""
+    batch = worked_example()
+    holed = replace(batch, behavior_logprobs=batch.behavior_logprobs.masked_fill(torch.arange(9) == 1, torch.nan))
+    config = CorrectionConfig(preset="pg", **ESS)
+    with pytest.warns(UserWarning, match="reported no logprob"):
+        corrected = correct(holed, config)
+    first = PRODUCTS[0] / (THETA[0][1] / MU[0][1])
+    factor = step_size_factor(partials_of(corrected, flat_log(THETA), config), config)
+    assert factor == pytest.approx(root_ess([first, *PRODUCTS[1:]]), rel=1e-12)
+
+
 def test_off_is_one_and_says_nothing():
     config = CorrectionConfig(preset="bypass")
     partials = partials_of(correct(worked_example(), config), flat_log(THETA), config)
