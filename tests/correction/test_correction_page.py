@@ -23,7 +23,7 @@ def test_settings_that_the_page_names_exist() -> None:
     """The second column of the table of parts: keys of the config."""
     table = PAGE.read_text().split("## The parts")[1].split("\n## ")[0]
     keys = re.findall(r"^\| [^|]+ \| `(\w+)` \|", table, re.MULTILINE)
-    assert len(keys) == 8 and set(keys) <= set(CorrectionConfig.model_fields)
+    assert len(keys) == 10 and set(keys) <= set(CorrectionConfig.model_fields)
 
 
 def test_findings_name_presets_that_exist() -> None:

@@ -49,7 +49,11 @@ def gradient(corrected, target, config, parts):
     return leaf.grad * policy_scale(partials, config), partials
 
 
-FUSABLE = [{"preset": name} for name in PRESETS if needs_proximal_forward(CorrectionConfig(preset=name), 2) and not name.startswith("m2po")]
+FUSABLE = [
+    {"preset": name}
+    for name in PRESETS
+    if needs_proximal_forward(CorrectionConfig(preset=name), 2) and not needs_proximal_forward(CorrectionConfig(preset=name), 1)
+]
 NARROW = ("mis-geometric", "mis-geometric-miles", "seq-mask-tis")
 
 
@@ -70,6 +74,8 @@ def test_fused_gradient_is_the_staged_one(settings):
 
 
 def test_what_is_no_single_factor_needs_the_forward():
+    apart = {name for name in PRESETS if needs_proximal_forward(CorrectionConfig(preset=name), 1)}
+    assert apart == {"m2po", "m2po-areal", "clip-cov", "kl-cov"}
     assert needs_proximal_forward(CorrectionConfig(preset="m2po"), 1) and needs_proximal_forward(CorrectionConfig(preset="m2po-areal"), 1)
     assert needs_proximal_forward(CorrectionConfig(preset="mis-full", kl={"coefficient": 0.01}), 1)
     assert needs_proximal_forward(CorrectionConfig(preset="mis-token", denominator={"kind": "prompt_mean", "count": "kept"}), 1)
