@@ -258,7 +258,8 @@ class CorrectedBatch:
     plain_weights: Tensor | None = None
     """[N] float32: importance_weights without config.modulation, which a late mean weight leaves out; None: they are the same."""
     settled: Tensor | None = None
-    """[N] bool: what a criterion on the target policy of a whole optimizer step keeps, as `settle` decided; None: not decided, or none."""
+    """[N] bool: what a criterion on the target policy of a whole optimizer step keeps, or the tokens that weren't chosen by covariance, as
+    `settle` decided; None: not decided, or none."""
     config: CorrectionSettings | None = None
     """The settings that corrected it, which its loss has to have; None: not known, as after from_padded."""
 

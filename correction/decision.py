@@ -55,7 +55,8 @@ class BatchView:
     moment_limits: Mapping[CriterionConfig, Tensor] | None = None
     """Criterion of second_moment -> largest |log ratio| that is kept, if the batch is a shard of a larger one (shards.py)."""
     settled: Tensor | None = None
-    """[N] bool: what the second_moment criterion on the target policy keeps of the optimizer step (settling.py)."""
+    """[N] bool: what the second_moment criterion on the target policy keeps of the optimizer step, or its tokens that weren't chosen by
+    covariance (settling.py)."""
 
     @classmethod
     def of(
