@@ -39,8 +39,9 @@ from evenkeel.correction.shards import second_moment_limit
 from evenkeel.correction.terms.rejection import second_moment_keep
 from tests.correction.fixtures import random_batch
 
+IN_ONE_PROCESS = {"clip-cov", "kl-cov"}
 SETTINGS = [
-    *({"preset": name} for name in PRESETS),
+    *({"preset": name} for name in PRESETS if name not in IN_ONE_PROCESS),
     {"preset": "mis-full", "normalize": {"population": "kept"}, "denominator": {"count": "kept"}},
     {"preset": "mis-full", "importance": {"level": "sequence"}, "denominator": {"kind": "sequence_mean", "count": "kept"}},
     {"preset": "tis-token", "denominator": {"kind": "prompt_mean"}},
@@ -179,7 +180,23 @@ def test_counts_of_criteria_add_up_over_shards():
     assert numbers["rejected_by_ratio_token_rho"] > 0
 
 
-FUSABLE = [name for name in PRESETS if needs_proximal_forward(CorrectionConfig(preset=name), 2) and not name.startswith("m2po")]
+FUSABLE = [
+    name
+    for name in PRESETS
+    if needs_proximal_forward(CorrectionConfig(preset=name), 2) and not needs_proximal_forward(CorrectionConfig(preset=name), 1)
+]
+
+
+@pytest.mark.parametrize("preset", sorted(IN_ONE_PROCESS))
+def test_a_choice_by_covariance_is_refused_in_shards(preset):
+    """Means of a shard would choose other tokens than those of the batch: refused before the batch is corrected, and where it's settled."""
+    config = CorrectionConfig(preset=preset)
+    batch, target = random_batch(0)
+    for given_ in ({"totals": torch.zeros(len(TOTALS), dtype=torch.float64)}, {"reduce": lambda sums: sums}):
+        with pytest.raises(ConfigError, match=r"covariance in shards: .* select its share afterwards"):
+            correct(batch, config, **given_)
+    with pytest.raises(ConfigError, match="covariance in shards"):
+        settle(correct(batch, config), target, config, reduce=lambda sums: sums)
 
 
 @settings(max_examples=4, deadline=None)
@@ -293,7 +310,7 @@ def test_which_presets_need_a_factor_after_backward(preset):
     config = CorrectionConfig(preset=preset)
     batch, target = random_batch(4, topk=3 if "topk" in preset else 0)
     for is_deferred in (False, True):
-        if is_deferred and (preset.startswith("m2po") or config.proximal != "recompute"):
+        if is_deferred and (needs_proximal_forward(config, 1) or config.proximal != "recompute"):
             continue
         corrected = settle((defer if is_deferred else correct)(batch, config), target, config)
         partials = policy_loss(corrected, target, config, target_topk_logprobs=batch.topk_logprobs).partials
