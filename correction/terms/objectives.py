@@ -73,8 +73,8 @@ def divergence_band(probability: Tensor, *, divergence: str, delta: float) -> tu
     return ends[0], ends[1]
 
 
+# Halvings of an interval up to 1e6 wide: to 1e-12, which is more than float64 keeps of the largest ratios.
 _HALVINGS = 60
-"""Of an interval up to 1e6 wide: to 1e-12, which is more than float64 keeps of the largest ratios."""
 
 
 def clipped_loss(
