@@ -1,4 +1,4 @@
-"""The run folder's disk, which may be slow or full for a while, and what stands in place of the thread that writes to it."""
+"""The run folder's disk, which may be slow or full, or hang, for a while, and what stands in place of the thread that writes to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Disk:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self.is_full = self.is_slow = False
-        self.was_full_until = -math.inf
+        self.was_full_until = self.hangs_until = -math.inf
         self.delay: Callable[[str, float, float], float] = lambda what, least_s, most_s: least_s
         """Of the present driver's cluster."""
 
@@ -38,11 +38,17 @@ class Disk:
 
     def takes_s(self) -> float:
         """For the next piece of work."""
+        if self.hangs_until > self._now():
+            return self.hangs_until - self._now()
         return self.delay("the disk", 0.1, 60.0) if self.is_slow else _USUAL_S
 
     def in_thread_s(self, function: Callable[..., Any]) -> float:
         """What a thread of the driver waits for it."""
-        return self.takes_s() if self.is_slow and getattr(function, "__name__", "") not in _NO_FILES else 0.0
+        return (
+            self.takes_s()
+            if (self.is_slow or self.hangs_until > self._now()) and getattr(function, "__name__", "") not in _NO_FILES
+            else 0.0
+        )
 
     @contextmanager
     def in_place(self, root: Path) -> Iterator[None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from evenkeel.actors.checkpoints import reader as checkpoint_reader
 from evenkeel.actors.driver import recovery as lost_parts
 from evenkeel.actors.processes import signals
 from evenkeel.actors.record import disk_writer
+from evenkeel.correction.early_warning.monitor import Event, State
 from evenkeel.rollout.rewards.rewards import RewardError
 from tests.simulation import parts
 from tests.simulation.disk import Disk, SimulatedFileThread
@@ -44,6 +46,7 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
             (service, "correct", parts.corrected),
             (service, "defer", parts.corrected),
             (service, "diagnose", parts.diagnosed),
+            (service.CorrectionService, "observe", partialmethod(_observed, faults, service.CorrectionService.observe)),
             (service, "clipped_tokens", parts.not_clipped),
             (signals, "handled_in", partial(_handled_in, faults)),
             (disk_writer, "FileThread", partial(SimulatedFileThread, disk)),
@@ -70,6 +73,14 @@ def _handled_in(faults: Faults, loop: Any, handle: Callable[[int], None]) -> Ite
         faults.interrupt = None
 
 
+async def _observed(service: Any, faults: Faults, observe: Callable[..., Any], step: int, *of: Any) -> Any:
+    found = await observe(service, step, *of)
+    if found is None or not faults.alarms:
+        return found
+    faults.alarms -= 1
+    return replace(found, events=(Event(step, "k3_kl", State.ALARM, 0.008, 8.0, "k3_kl = 0.008"),))
+
+
 async def _start_sampler(
     schedule: FaultSchedule, faults: Faults, model: Path, config: Any, *, version: int = 0, **_: Any
 ) -> SimulatedSampler:
@@ -79,6 +90,7 @@ async def _start_sampler(
     if faults.has_scored and faults.judge_is_down():
         await asyncio.sleep(process.cluster.delay(f"{process.name} sample", 0.5, 10.0))
         raise RewardError("rollout.reward (exact_match): the reward took longer than its deadline", is_set_up=True)
+    await faults.befalls_start()
     engine = FaultyEngine(process, config, version)
     await asyncio.sleep(process.cluster.delay(f"{process.name} engine", 1.0, 8.0))
-    return SimulatedSampler(engine, config.sampling.samples_per_group, schedule.unscored, faults.judge_is_down)
+    return SimulatedSampler(engine, config.sampling.samples_per_group, schedule.unscored, faults)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +67,8 @@ class Health:
     is_hanging: bool = False
     garbage: int = 0
     """So many of the next answers are none."""
+    spoilt_updates: int = -1
+    """Its answers are none, until it has got weights so many times more; -1: they are."""
     breaks_updates: int = 0
     """So many of the next updates stop after the first tensor."""
     damages_updates: int = 0
@@ -95,6 +97,8 @@ class FaultyEngine:
         self.held: dict[str, int] = dict.fromkeys(_TENSORS, -1)
         """By tensor: the weights that it is of."""
         self.requests_in_flight = 0
+        self.born = asyncio.get_running_loop().time()
+        self._busy_s, self._busy_since = 0.0, 0.0
         self.silent_s = 0.0
         self.is_leaving = False
         self._dirty: str | None = "it has had no weights yet"
@@ -145,7 +149,7 @@ class FaultyEngine:
             raise EngineDirty(f"{self._process.name} is dirty: {self._dirty}. Send it a whole weight update first")
         failed_updates = self._failed_updates
         spans: list[tuple[int, int]] = []
-        self.requests_in_flight += samples
+        self._asked(samples)
         try:
             for _ in range(_CHUNKS_LEFT if begun else _CHUNKS):
                 what = f"generate {prompt.prompt_id}"
@@ -158,12 +162,22 @@ class FaultyEngine:
                     raise EngineDirty(f"{self._process.name}: a weight update failed while this request ran")
                 spans.append((self.version, self._weights()))
         finally:
-            self.requests_in_flight -= samples
+            self._asked(-samples)
         for i in todo:
             rest = self._answer(prompt, i, spans, "abort" if is_aborted else "stop", found[i])
             whole = continued(found[i], rest) if found[i].response_ids else rest
             found[i] = kept(whole, _LONGEST) if is_begun(whole) else whole
         return tuple(found)
+
+    def _asked(self, requests: int) -> None:
+        self._busy_s = self.busy_s
+        self._busy_since = asyncio.get_running_loop().time()
+        self.requests_in_flight += requests
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with at least one request."""
+        return self._busy_s + (asyncio.get_running_loop().time() - self._busy_since) * bool(self.requests_in_flight)
 
     async def hand_back(self) -> None:
         self.is_leaving = True
@@ -181,8 +195,8 @@ class FaultyEngine:
         each = 1 + zlib.crc32(f"{prompt.prompt_id}/{index}".encode()) % 3
         ids = [weights for _, weights in spans for _ in range(each)]
         logprobs: list[list[Any]] = [[-1.0, token, None] for token in ids]
-        if self.health.garbage > 0 and ids:
-            self.health.garbage -= 1
+        if (self.health.garbage > 0 or self.health.spoilt_updates >= 0) and ids:
+            self.health.garbage -= self.health.garbage > 0
             logprobs = [[math.nan, token, None] for token in ids] if index % 2 else logprobs[:-1]
         versions: list[dict[str, Any]] = []
         for i, (version, _) in enumerate(spans):
@@ -239,6 +253,7 @@ class FaultyEngine:
             finally:
                 self._resumed.set()
             self.version, self._dirty = version, None
+            self.health.spoilt_updates -= self.health.spoilt_updates >= 0
             pause_s = asyncio.get_running_loop().time() - began
             return SyncReceipt(version, bytes=8, pause_s=pause_s)
 
@@ -269,14 +284,22 @@ class SimulatedSampler:
     """Groups of answers, scored by a hash: some questions are too easy, some answers can't be scored."""
 
     generated_tokens = 0
-    busy_s = up_s = 1.0
 
-    def __init__(self, engine: FaultyEngine, samples: int, unscored: float, judge_is_down: Callable[[], bool]) -> None:
-        self.engine, self._samples, self._unscored, self._judge_is_down = engine, samples, unscored, judge_is_down
+    def __init__(self, engine: FaultyEngine, samples: int, unscored: float, faults: Any) -> None:
+        self.engine, self._samples, self._unscored, self._faults = engine, samples, unscored, faults
+
+    @property
+    def busy_s(self) -> float:
+        return self.engine.busy_s
+
+    @property
+    def up_s(self) -> float:
+        return asyncio.get_running_loop().time() - self.engine.born
 
     async def group(
         self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: UnfinishedGroup | None = None
     ) -> Group | UnfinishedGroup:
+        await self._faults.befalls_sampling(prompt.prompt_id)
         answers = await self.engine.generate(prompt, self._samples, begun.answers if begun is not None else ())
         if self.engine.is_leaving and any(map(is_begun, answers)):
             return UnfinishedGroup(group_id, answers)
@@ -284,6 +307,7 @@ class SimulatedSampler:
         return Group(group_id, prompt, scored, admitted_version)
 
     async def answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
+        await self._faults.befalls_sampling(prompt.prompt_id)
         answers = await self.engine.generate(prompt, how.samples)
         if self.engine.is_leaving and any(map(is_begun, answers)):
             raise EngineError("the engine is shutting down: ask another worker")
@@ -291,7 +315,7 @@ class SimulatedSampler:
 
     def _scored(self, answer: Trajectory, prompt: Prompt, index: int) -> Trajectory:
         share = zlib.crc32(f"reward of {prompt.prompt_id}/{index}".encode()) / 2**32
-        if share < self._unscored or self._judge_is_down():
+        if share < self._unscored or self._faults.judge_is_down():
             return replace(answer, error="the reward took longer than its deadline", failure=FailureKind.REWARD_TIMEOUT)
         return replace(answer, reward=float(share > 0.6))
 

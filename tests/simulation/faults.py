@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -12,10 +13,12 @@ from typing import Any
 
 import torch
 
+from evenkeel.correction.errors import ConfigError, DataError, EngineError, RequestError
+from evenkeel.rollout.rewards.rewards import RewardError
 from tests.simulation.disk import Disk
 from tests.simulation.engine import Health
 from tests.simulation.node import Node
-from tests.simulation.processes import Process, SimulatedRay
+from tests.simulation.processes import HERE, Process, SimulatedRay
 from tests.simulation.schedule import Fault
 
 WORKER, SERVICE, RANK = "RolloutWorker", "CorrectionService", "LearnerRankActor"
@@ -32,6 +35,15 @@ _FAILURES: tuple[tuple[type[Exception], str], ...] = (
     (torch.distributed.DistBackendError, "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error"),
     (RuntimeError, "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:43117"),
 )
+# What a spoilt prompt, or a bad start, raises in a worker.
+_RAISES: dict[str, Callable[[], Exception]] = {
+    "garbled": lambda: RequestError("one logprob is not finite"),
+    "too_long": lambda: DataError("9000 prompt tokens"),
+    "bug": lambda: KeyError("text"),
+    "no_device": lambda: EngineError("CUDA error: no device"),
+    "no_model": lambda: ConfigError("model: there is no such model"),
+    "no_score": lambda: RewardError("rollout.reward (exact_match): it raised", is_set_up=True),
+}
 LEAVING = {"drain_node", "end_worker", "resize_pool"}
 """Workers leave in order, soon after one of them was given a group."""
 
@@ -68,9 +80,17 @@ class Faults:
         self._late_again = 0.0
         self._late_groups: set[int] = set()
         self._held_up_until = self._judge_back_at = 0.0
+        # Until when, by process.
+        self._unreachable: dict[str, float] = {}
+        # (prompt's id, or empty for all; what befalls whoever samples it; how many times still, or -1: always)
+        self._spoilt: list[tuple[str, str, int]] = []
+        # What befalls the next workers that start.
+        self._starts: list[str] = []
         # Wait for the learner's rank to come to their method.
         self._failing: list[Fault] = []
         self.learner_slowness = 1.0
+        self.alarms = 0
+        """The next so many diagnoses find the run in danger."""
         self.rejected = 0
         """So many of the learner's next batches are rejected to the last token."""
         self.has_scored = False
@@ -108,7 +128,7 @@ class Faults:
     @property
     def drains(self) -> bool:
         """Nodes leave at some time."""
-        return any(fault.kind == "drain_node" for fault in self._faults)
+        return any(fault.kind == "drain_node" or fault.what == "drained" for fault in self._faults)
 
     def _play(self, fault: Fault) -> None:
         if fault in self.played or self._cluster is None:
@@ -226,6 +246,67 @@ class Faults:
             if health := self._health(replace(fault, target=target)):
                 health.breaks_updates += int(fault.lasts)
 
+    def _nan_weights(self, fault: Fault) -> None:
+        """Answers are none until new weights have come so many times."""
+        if health := self._health(fault):
+            health.spoilt_updates = int(fault.lasts)
+
+    def _unreachable_worker(self, fault: Fault) -> None:
+        if process := self._target(WORKER, fault):
+            self._unreachable[process.name] = fault.at + fault.lasts
+
+    def _spoilt_prompt(self, fault: Fault) -> None:
+        """`what` is a word, and the prompt's id after it, or nothing for all prompts; it befalls so many calls, 0: each one."""
+        deed, _, prompt_id = fault.what.partition(" ")
+        self._spoilt.append((prompt_id, deed, int(fault.lasts) or -1))
+
+    def _bad_start(self, fault: Fault) -> None:
+        """Of the next so many workers."""
+        self._starts += [fault.what] * int(fault.lasts)
+
+    def _deed(self, prompt_id: str, *, unreached: bool) -> str:
+        """What befalls a call for this prompt."""
+        for i, (spoilt, deed, left) in enumerate(self._spoilt):
+            if spoilt in ("", prompt_id) and (deed == "unreached") == unreached and left:
+                self._spoilt[i] = spoilt, deed, left - 1 if left > 0 else left
+                return deed
+        return ""
+
+    async def befalls_sampling(self, prompt_id: str) -> None:
+        """Of the worker in which this runs. Raises: what spoils the prompt."""
+        await self._befalls(self._deed(prompt_id, unreached=False))
+
+    async def befalls_start(self) -> None:
+        await self._befalls(self._starts.pop(0) if self._starts else "")
+
+    async def _befalls(self, deed: str) -> None:
+        process = HERE.get()
+        assert process is not None
+        if deed == "kills":
+            await asyncio.sleep(1.0)
+            process.kill()
+            await asyncio.sleep(1.0)
+        elif deed == "leaves":  # and is killed before it could do so in order
+            process.instance._end_notice.received.set()
+            await asyncio.sleep(1.0)
+            process.kill()
+            await asyncio.sleep(1.0)
+        elif deed == "drained":
+            self._drain_node(process, Fault(0.0, "drain_node", lasts=60.0))
+            await asyncio.sleep(5.0)
+        elif deed == "hangs":
+            await asyncio.sleep(1e6)
+        elif deed == "clings":
+            while True:
+                try:
+                    await asyncio.sleep(1e6)
+                except asyncio.CancelledError:
+                    if process.is_dead:
+                        raise
+        elif deed:
+            await asyncio.sleep(1.0)
+            raise _RAISES[deed]()
+
     def _no_node(self, fault: Fault) -> None:
         self._held_up_until = fault.at + fault.lasts
 
@@ -263,6 +344,12 @@ class Faults:
         self._disk.is_slow = True
         self._later(fault.lasts, lambda: setattr(self._disk, "is_slow", False))
 
+    def _hung_disk(self, fault: Fault) -> None:
+        self._disk.hangs_until = fault.at + fault.lasts
+
+    def _alarm(self, _: Fault) -> None:
+        self.alarms += 1
+
     def _crash_driver(self, fault: Fault) -> None:
         self.crash = fault
 
@@ -287,6 +374,10 @@ class Faults:
         if method == "generate_group" and args[0].group_id in self._late_groups:
             self._late_groups.discard(args[0].group_id)
             return Fate(late_s=self._late_again)
+        if process.cluster.loop.time() < self._unreachable.get(process.name, 0.0):
+            return Fate(is_swallowed=True)
+        if self._spoilt and method == "generate_group" and self._deed(args[0].prompt.prompt_id, unreached=True):
+            return Fate(is_swallowed=True)
         for fault in self._calls:
             if fault.kind == "damage_update":
                 if method == "update_weights" and args[2]:  # one that is verified; what damages others is beyond a checksum's reach
@@ -315,7 +406,7 @@ def _end_of(node: Node, cluster: SimulatedRay, *, hangs: bool = False) -> None:
 
 
 _HEARTBEAT_S = 30.0
-_COUNTED = {"resize_pool", "garbage", "break_update", "damage_update", "reject_batches"}
+_COUNTED = {"resize_pool", "garbage", "break_update", "damage_update", "reject_batches", "nan_weights", "spoilt_prompt", "bad_start"}
 
 
 def damage(checkpoint: Path, how: str) -> None:

@@ -52,6 +52,8 @@ class Notes:
     def __init__(self, world: Any, folder: RunFolder) -> None:
         self._world, self._folder = world, folder
         self._writing: asyncio.Task[None] | None = None
+        self._observing: asyncio.Future[Any] | None = None
+        self._waits_no_more = False
         self.disk = DiskWriter(lambda text: self.event("warning", text))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -89,7 +91,12 @@ class Notes:
         if previous is not None:
             await previous
         try:
-            await asyncio.wait_for(observed, 300.0)
+            self._observing = asyncio.ensure_future(observed)
+            if not self._waits_no_more:
+                await asyncio.wait_for(self._observing, 300.0)
+        except asyncio.CancelledError:
+            if not self._waits_no_more:
+                raise
         except (EvenkeelError, ray.exceptions.RayError, TimeoutError) as error:
             self.event("warning", f"no diagnostics: {error}")
         self.disk.line(step, self._folder.append_metrics, StepMetrics(step, {"weight_version": step}))
@@ -100,6 +107,11 @@ class Notes:
             await asyncio.shield(self._writing)
         await wait_for(self.disk.done(), "lines of the last steps", deadline_s=self._world.schedule.config.deadlines.disk_s)
         self._world.flushed_since = began
+
+    def stop_waiting(self) -> None:
+        self._waits_no_more = True
+        if self._observing is not None:
+            self._observing.cancel()
 
     def abandon(self) -> None:
         if self._writing is not None:

@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
+import yaml
+
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.settings.resolve import with_devices
 
 # An undisturbed run's: faults begin while that would be under way, or an evaluation after it.
 _START_S, _STEP_S, _END_S = 10.0, 7.0, 5.0
-ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk"}
+ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk", "hung_disk"}
 """After one of these the run may end with an error, and is resumed. After any other it has to go on by itself."""
 
 
@@ -64,6 +66,8 @@ class FaultSchedule:
     faults: tuple[Fault, ...]
     publish_every: int = 1
     """Steps from one version that the engines get to the next."""
+    changes: str = ""
+    """Of the run's recipe: PATH=VALUE, as on the command line, with a space between two."""
     references: bool = True
     """Groups go on by reference: their tokens stay with the node of their worker until they are read."""
 
@@ -92,6 +96,7 @@ class FaultSchedule:
             self.broadcasts,
             self.forwards,
             self.publish_every,
+            self.changes,
         )
 
 
@@ -107,43 +112,58 @@ def _config(
     broadcasts: bool,
     forwards: bool,
     publish: int,
+    changes: str,
 ) -> RunConfig:
     config = RunConfig.model_validate(
-        {
-            "model": "model",
-            "steps": steps,
-            "groups_per_step": groups,
-            "max_staleness": staleness,
-            "dynamic_sampling": dynamic,
-            "checkpoint": {"every_steps": checkpoint, "keep": 2},
-            "evaluation": {"every_steps": evaluate, "problems": 6, "problems_between": 4},
-            "weight_sync": {"transport": "broadcast" if broadcasts else "object_store", "every_steps": publish},
-            "learner": {"optimizer_steps_per_batch": 2 if forwards else 1},
-            "correction": {"proximal": "recompute"},
-            "deadlines": {
-                "start_s": 150,
-                "batch_s": 1500,
-                "step_s": 300,
-                "sync_s": 60,
-                "checkpoint_s": 120,
-                "evaluation_s": 1500,
-                "notice_s": 60,
-                "drain_s": 0.5,
-            },
-            "rollout": {
-                "workers": workers,
-                "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
-                "reward": {"kind": "exact_match"},
-                "sampling": {"samples_per_group": 2, "max_tokens": 16},
-                "engine": {
-                    "device": "cpu",
-                    "max_running_requests": 8,
-                    "deadlines": {"heartbeat_s": 30, "generate_s": 60, "update_s": 30, "control_s": 30},
+        _changed(
+            changes,
+            {
+                "model": "model",
+                "steps": steps,
+                "groups_per_step": groups,
+                "max_staleness": staleness,
+                "dynamic_sampling": dynamic,
+                "checkpoint": {"every_steps": checkpoint, "keep": 2},
+                "evaluation": {"every_steps": evaluate, "problems": 6, "problems_between": 4},
+                "weight_sync": {"transport": "broadcast" if broadcasts else "object_store", "every_steps": publish},
+                "learner": {"optimizer_steps_per_batch": 2 if forwards else 1},
+                "correction": {"proximal": "recompute"},
+                "deadlines": {
+                    "start_s": 150,
+                    "batch_s": 1500,
+                    "step_s": 300,
+                    "sync_s": 60,
+                    "checkpoint_s": 120,
+                    "evaluation_s": 1500,
+                    "notice_s": 60,
+                    "drain_s": 0.5,
+                },
+                "rollout": {
+                    "workers": workers,
+                    "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
+                    "reward": {"kind": "exact_match"},
+                    "sampling": {"samples_per_group": 2, "max_tokens": 16},
+                    "engine": {
+                        "device": "cpu",
+                        "max_running_requests": 8,
+                        "deadlines": {"heartbeat_s": 30, "generate_s": 60, "update_s": 30, "control_s": 30},
+                    },
                 },
             },
-        }
+        )
     )
     return with_devices(config, has_gpu=False)
+
+
+def _changed(changes: str, recipe: dict[str, Any]) -> dict[str, Any]:
+    for change in changes.split():
+        path, _, value = change.partition("=")
+        *sections, name = path.split(".")
+        place = recipe
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = yaml.safe_load(value)
+    return recipe
 
 
 _FAULTS = {  # by kind: how often, how long

@@ -237,7 +237,7 @@ class World:
                 resumes_left -= 1
             self._clock.now += _RESTART_S
             self.disk.make_room()  # whoever resumes has done so
-            self.disk.is_slow = False
+            self.disk.is_slow, self.disk.hangs_until = False, 0.0
 
     def _resume_point(self) -> Any:
         """As `evenkeel train --resume` finds it."""
@@ -298,6 +298,7 @@ class World:
             if not isinstance(error, EvenkeelError):
                 self.books.refuse(f"an error that says nothing to a person ends the run: {error!r}")
             return f"{type(error).__name__}: {error}"
+        self.tells("world", f"exit code {summary.exit_code}")
         if summary.steps < self.schedule.steps:
             return "stopped" if summary.ended_by is not None else f"done after {summary.steps} steps"
         self._check_end()
