@@ -26,7 +26,6 @@ from evenkeel.engines.weights import WeightBucket, tensor_checksum
 from evenkeel.learner.training.step import Abort
 from tests.actors.simulated_time import simulate
 from tests.actors.weights.rank_pieces import Pieces, rank_with
-from tests.actors.weights.sync_scene import play
 
 
 def test_a_rank_that_dies_while_a_step_is_aborted_leaves_no_other_one_held() -> None:
@@ -205,7 +204,7 @@ def test_every_rank_gets_the_calls_of_a_group_in_one_order_with_their_numbers() 
         assert await found == "proximal", "a reference, for who has asked"
         await group.restore(Path("a"), 2, deadline_s=5.0)
 
-    play(scenario)
+    asyncio.run(asyncio.wait_for(scenario(), 30.0))
     assert calls[0] == calls[1] == [(1, "proximal"), (2, "reference_logprobs"), (3, "export"), (4, "restore")]
     assert group.version == 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from evenkeel.actors.carriers import ExportPlan, WeightChecksums, WeightSnapshot
@@ -125,10 +125,11 @@ class SyncScene:
         every_steps: int = 1,
         float8: bool = False,
         ranks: int = 1,
+        generation: int = 0,
         **engines: Engine,
     ) -> None:
         self.learner = Learner()
-        self.receipts: list[int] = []
+        self.taken: list[SyncReceipt] = []
         self.differences: list[tuple[str, int, float]] = []
         self.dirty: list[tuple[str, str]] = []
         self.failures: list[tuple[str, str]] = []
@@ -138,7 +139,7 @@ class SyncScene:
             EngineConfig.model_validate({"tensor_parallel": ranks, "quantization": "float8_block" if float8 else "none"}),
             self.learner,  # type: ignore[arg-type]
             SyncCallbacks(
-                receipt=lambda receipt: self.receipts.append(receipt.version),
+                receipt=self.taken.append,
                 probe=lambda target, version, differences: self.differences.append((target.name, version, max(differences))),
                 dirty=lambda target, reason: self.dirty.append((target.name, reason)),
                 failure=lambda target, reason: self.failures.append((target.name, reason)),
@@ -146,8 +147,13 @@ class SyncScene:
             ),
             probe_ids=[1, 2, 3],
             sync_s=sync_s,
+            generation=generation,
         )
         self.targets = {name: SyncTarget(name, FakeActor(engine)) for name, engine in engines.items()}
+
+    @property
+    def receipts(self) -> list[int]:
+        return [one.version for one in self.taken]
 
     async def join(self) -> None:
         await self.sync.publish()
@@ -158,17 +164,11 @@ class SyncScene:
 
     async def grouped(self) -> None:
         """Until there is a broadcast group, and it is of all engines."""
-        group = self.sync._broadcast
-        while group is not None and group.members != list(self.sync._targets.values()):
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)
 
     async def publish(self, version: int) -> None:
         self.learner.version = version
         await self.sync.publish()
-
-
-def play(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30.0))  # type: ignore[arg-type]
 
 
 def plans(scene: SyncScene) -> list[tuple[int, bool, bool]]:

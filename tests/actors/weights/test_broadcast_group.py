@@ -19,7 +19,7 @@ from evenkeel.correction.errors import SyncError
 from evenkeel.learner.weights.broadcast import WeightBroadcaster
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
-from tests.actors.weights.sync_scene import Engine, Learner, SyncScene, plans, play
+from tests.actors.weights.sync_scene import Engine, Learner, SyncScene, plans
 
 
 class Joining(Engine):
@@ -75,7 +75,7 @@ def test_a_publish_does_not_wait_for_the_rendezvous() -> None:
         await scene.sync.close()
         assert engine.left == engine.joined and other.left == other.joined
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_who_joins_does_not_end_the_others_group_before_it_is_verified() -> None:
@@ -100,7 +100,7 @@ def test_who_joins_does_not_end_the_others_group_before_it_is_verified() -> None
         assert old.received == [1, 2] and slow.received == quick.received == [2]
         assert slow.joined == quick.joined == ["weights-0-2"]
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_no_group_ends_in_the_middle_of_a_broadcast() -> None:
@@ -123,7 +123,7 @@ def test_no_group_ends_in_the_middle_of_a_broadcast() -> None:
         await scene.grouped()
         assert engine.received == [1] and scene.targets["w"].version == 1 and scene.dirty == []
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_a_member_that_does_not_come_is_tried_again_with_the_next_version() -> None:
@@ -183,7 +183,7 @@ def test_a_member_that_dies_in_the_rendezvous_is_left_out_of_the_next() -> None:
         assert engine.received == [2] and engine.joined == ["weights-0-1", "weights-0-2", "weights-0-3"]
         assert engine.left == engine.joined[:2] and scene.dirty == []
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_a_member_that_is_mended_stays_in_its_group() -> None:
@@ -203,7 +203,7 @@ def test_a_member_that_is_mended_stays_in_its_group() -> None:
         await scene.publish(2)
         assert engine.received == other.received == [2] and engine.joined == ["weights-0-1"]
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_no_engine_is_asked_to_join_before_the_group_s_store_is_there() -> None:
@@ -232,7 +232,7 @@ def test_no_engine_is_asked_to_join_before_the_group_s_store_is_there() -> None:
         await building
         assert told[1:] == [("10.0.0.1", 77, 2, "weights-0-1")] and engine.joined == ["weights-0-1"]
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_joining_and_sending_a_bucket_have_limits_of_their_own() -> None:
@@ -251,7 +251,7 @@ def test_joining_and_sending_a_bucket_have_limits_of_their_own() -> None:
             await group.build([SyncTarget("w", FakeActor(Joining()))])
         assert told == [(5.0, 5.0), (5.0, 0.5)]
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_the_end_of_a_run_ends_the_building() -> None:
@@ -265,7 +265,7 @@ def test_the_end_of_a_run_ends_the_building() -> None:
         await scene.sync.close()
         assert engine.left == engine.joined == ["weights-0-1"]
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_who_has_left_its_group_sends_nothing() -> None:

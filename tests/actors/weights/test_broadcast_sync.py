@@ -9,7 +9,7 @@ import pytest
 from evenkeel.actors.weights.weight_sync import SyncTarget
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
-from tests.actors.weights.sync_scene import Engine, SyncScene, plans, play
+from tests.actors.weights.sync_scene import Engine, SyncScene, plans
 
 
 def test_a_probe_is_not_answered_by_newer_weights_while_a_broadcast_reaches_another_engine() -> None:
@@ -32,7 +32,7 @@ def test_a_probe_is_not_answered_by_newer_weights_while_a_broadcast_reaches_anot
         assert [version for name, version, _ in scene.differences if name == "quick"] == [0, 2]
         await scene.sync.close()
 
-    play(scenario)
+    simulate(scenario)
 
 
 @pytest.mark.parametrize(("ranks", "told"), [(1, [(0, 3), (1, 3), (2, 3)]), (4, [(0, 9), (1, 9), (5, 9)])])
@@ -53,7 +53,7 @@ def test_all_ranks_of_the_engines_are_counted_in_a_broadcast_group(ranks: int, t
         assert scene.learner.group == told
         await scene.sync.close()
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_a_broadcast_makes_one_pass_and_no_copy_in_the_store() -> None:
@@ -67,7 +67,7 @@ def test_a_broadcast_makes_one_pass_and_no_copy_in_the_store() -> None:
         assert plans(scene) == [(0, True, False), (1, False, True), (2, False, True)]
         assert [t.version for t in scene.targets.values()] == [2, 2]
 
-    play(scenario)
+    simulate(scenario)
     assert all(e.taken == [(0, True)] and e.received == [1, 2] for e in engines.values())
 
 
@@ -85,7 +85,7 @@ def test_versions_that_have_to_last_are_also_stored() -> None:
         assert plans(scene) == [(0, True, False), (2, True, True)]
         assert engine.taken == [(2, True)] and late.version == 2
 
-    play(scenario)
+    simulate(scenario)
 
 
 class LateScene:
@@ -176,7 +176,7 @@ def test_every_pass_over_the_weights_is_in_the_engines_numbers() -> None:
         assert plans(scene) == [(0, True, False), (1, False, True), (1, True, False)]
         assert all(plan.float8 for _, plan in scene.learner.exported)
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_when_the_learner_has_trained_on_the_next_version_is_also_stored() -> None:
@@ -195,7 +195,7 @@ def test_when_the_learner_has_trained_on_the_next_version_is_also_stored() -> No
         await scene.sync.receipts(2, deadline_s=5.0)
         assert plans(scene) == [(0, True, False), (1, False, True), (2, True, True)]
 
-    play(scenario)
+    simulate(scenario)
     assert late.taken == [(2, True)]
 
 

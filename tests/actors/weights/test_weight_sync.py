@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,10 +19,9 @@ from evenkeel.actors.processes.pacing import CALLS_PER_ITERATION
 from evenkeel.actors.weights.weight_sync import SyncTarget
 from evenkeel.correction.errors import DeadlineExceeded, SyncError
 from evenkeel.engines.weights import compare_checksums, digest_of
-from evenkeel.rollout.trajectory import SyncReceipt
 from tests.actors.cases import FakeActor
 from tests.actors.simulated_time import simulate
-from tests.actors.weights.sync_scene import CHECKSUMS, SUMS, Engine, SyncScene, play
+from tests.actors.weights.sync_scene import CHECKSUMS, SUMS, Engine, SyncScene
 
 
 def test_receipts_are_awaited_of_those_who_are_there_or_of_one() -> None:
@@ -46,20 +44,18 @@ def test_receipts_are_awaited_of_those_who_are_there_or_of_one() -> None:
         await waiting
         await scene.sync.close()
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_a_receipt_says_how_long_the_driver_waited_for_it() -> None:
     """The engine takes 2 s of simulated time, of which its own receipt says 0.1 s: the rest is the calls', and nobody works meanwhile."""
-    taken: list[SyncReceipt] = []
 
     async def scenario() -> None:
         scene = SyncScene(w=Engine(2.0))
-        scene.sync._callbacks = replace(scene.sync._callbacks, receipt=taken.append)
         await scene.join()
+        assert [one.seconds for one in scene.taken] == [pytest.approx(2.0)]
 
     simulate(scenario)
-    assert [one.seconds for one in taken] == [pytest.approx(2.0)]
 
 
 def test_checksums_are_compared_once_after_a_join() -> None:
@@ -75,7 +71,7 @@ def test_checksums_are_compared_once_after_a_join() -> None:
         assert scene.receipts == [0, 1, 2]
         assert scene.differences == [("w", 0, 0.5), ("w", 1, 0.5), ("w", 2, 0.5)], "the probe's largest: |-2.0 - -2.5|"
 
-    play(scenario)
+    simulate(scenario)
     assert engine.taken == [(0, True), (1, False), (2, False)]
 
 
@@ -94,7 +90,7 @@ def test_a_slow_engine_skips_to_the_newest_version_and_holds_up_nobody() -> None
         assert [version for version, _ in slow.taken] == [0, 1, 3]
         assert [version for version, _ in quick.taken] == [0, 1, 2, 3]
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_a_probe_that_waits_in_a_full_engine_holds_up_neither_receipt_nor_update() -> None:
@@ -111,7 +107,7 @@ def test_a_probe_that_waits_in_a_full_engine_holds_up_neither_receipt_nor_update
         assert scene.differences == [("w", 1, 0.5)], "that of version 0 is given up: its answer would be of newer weights"
         await scene.sync.close()
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_of_many_engines_sixteen_are_probed_at_each_version_in_turn() -> None:
@@ -143,7 +139,7 @@ def test_of_many_engines_sixteen_are_probed_at_each_version_in_turn() -> None:
         assert sorted(name for name, _, _ in scene.differences) == sorted([*due, due[0], "new"])
         await scene.sync.close()
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_many_probes_in_a_row_that_find_no_place_are_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -159,32 +155,8 @@ def test_many_probes_in_a_row_that_find_no_place_are_told(caplog: pytest.LogCapt
         assert scene.differences == []
         await scene.sync.close()
 
-    play(scenario)
+    simulate(scenario)
     assert "rollout worker w: 10 times in a row newer weights came before the probe was answered" in caplog.text
-
-
-def test_a_wait_for_receipts_names_the_missing() -> None:
-    async def scenario() -> None:
-        scene = SyncScene(quick=Engine(), slow=Engine(None, 60.0))
-        await scene.join()
-        await scene.publish(1)
-        with pytest.raises(DeadlineExceeded, match=r"^weight sync v1 -> workers slow: no receipt in 0 s$"):
-            await scene.sync.receipts(1, deadline_s=0.2)
-        await scene.sync.close()
-
-    play(scenario)
-
-
-def test_an_engine_that_left_is_waited_for_no_longer() -> None:
-    async def scenario() -> None:
-        scene = SyncScene(a=Engine(), b=Engine(None, 60.0))
-        await scene.join()
-        await scene.publish(1)
-        scene.sync.leave("b")
-        await scene.sync.receipts(1, deadline_s=2.0)
-        scene.sync.leave("b")  # twice does no harm
-
-    play(scenario)
 
 
 def test_those_who_join_or_are_dirty_read_what_was_published_and_the_learner_does_nothing() -> None:
@@ -211,7 +183,7 @@ def test_those_who_join_or_are_dirty_read_what_was_published_and_the_learner_doe
         await scene.sync.receipts(1, deadline_s=5.0)
         assert len(scene.learner.hashed) == 1 and scene.sync.version == 1
 
-    play(scenario)
+    simulate(scenario)
     assert all(engine.taken == [(1, True)] for engine in late)
     assert all(engine.taken == [(0, True), (1, False), (1, True)] for engine in old)
 
@@ -234,7 +206,7 @@ def test_a_version_is_handed_out_only_when_it_is_published() -> None:
         await publishing
         await scene.sync.receipts(1, deadline_s=5.0)
 
-    play(scenario)
+    simulate(scenario)
     assert late.taken == [(0, True), (1, False)]
 
 
@@ -267,28 +239,24 @@ def test_checksums_that_take_longer_than_a_step_keep_no_engine_out() -> None:
     assert [engine.taken[:2] for engine in late] == [[(1, True), (3, False)]] * 2
 
 
-def test_wrong_tensors_count_as_a_failure() -> None:
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        ({"checksums": {"a": "1", "b": "3"}}, "1 tensors differ, first b"),
+        ({"shows": digest_of({"a": "1", "b": "3"})}, "it has compared its weights with others than this version's"),
+    ],
+    ids=["wrong tensors", "compared with another version's"],
+)
+def test_an_engine_that_shows_other_checksums_is_not_verified(engine: dict[str, Any], why: str) -> None:
+    """Also where what it holds is what it was sent, but that was not what this version is."""
+
     async def scenario() -> None:
-        scene = SyncScene(w=Engine(checksums={"a": "1", "b": "3"}))
+        scene = SyncScene(w=Engine(**engine))
         await scene.sync.publish()
         scene.sync.join(scene.targets["w"])
         while not scene.failures:
             await asyncio.sleep(0.05)
-        assert "1 tensors differ, first b" in scene.failures[0][1]
-
-    simulate(scenario)  # the pauses between attempts are seconds
-
-
-def test_a_worker_that_has_compared_with_another_version_s_checksums_is_not_verified() -> None:
-    """What it holds is what it was sent, but that was not what this version is."""
-
-    async def scenario() -> None:
-        scene = SyncScene(w=Engine(shows=digest_of({"a": "1", "b": "3"})))
-        await scene.sync.publish()
-        scene.sync.join(scene.targets["w"])
-        while not scene.failures:
-            await asyncio.sleep(0.05)
-        assert "it has compared its weights with others than this version's" in scene.failures[0][1]
+        assert why in scene.failures[0][1]
         assert not scene.targets["w"].is_verified and scene.receipts == []
 
     simulate(scenario)
@@ -327,7 +295,7 @@ def test_hundreds_of_engines_leave_the_loop_to_others() -> None:
         assert asked == sorted(asked) and len(asked) == 200 and max(Counter(asked).values()) == CALLS_PER_ITERATION
         assert [name for name, target in scene.targets.items() if target.version == 1] == list(scene.targets)
 
-    play(scenario)
+    simulate(scenario)
 
 
 def test_the_trouble_of_many_engines_is_a_sentence() -> None:
