@@ -119,8 +119,8 @@ def test_a_disk_that_hangs_is_a_failed_checkpoint(folder: RunFolder, monkeypatch
         finally:
             is_back.set()
         assert len(told) == 2 and f"checkpoint of step 5 ({part}) -> the run folder's disk: not done in" in told[0]
-        assert one._on_disk is not None
-        await asyncio.wait({one._on_disk})
+        one.abandon()
+        await one.off_disk()
 
     asyncio.run(scenario())
     assert list((folder.path / "checkpoints").iterdir()) == []
@@ -186,10 +186,9 @@ def test_a_rank_whose_disk_hangs_is_told_from_the_first_half_minute_on(
                 await one.save_with_retries(5, lambda: one.begin(5, learner, state))
             return
         await one.begin(5, learner, state)
-        while one._writing is not None:  # the next steps, a second each
+        while not one.is_due(6):  # the next steps, a second each
             await asyncio.sleep(1.0)
             await one.finished(at_once=True)
-        assert one.is_due(6)
 
     simulate(scenario)
     name, attempts = "checkpoint of step 5 (the ranks' parts) <- learner", 9 if at_end else 3
@@ -237,12 +236,10 @@ def test_after_a_disk_that_hung_the_next_checkpoint_is_whole(folder: RunFolder, 
     async def scenario() -> None:
         told: list[str] = []
         saved: list[str] = []
-        one, learner = writer(folder, saved, told), Learner()
+        one, learner = writer(folder, saved, told, checkpoint_s=1.0), Learner()
         learner.may_write.set()
-        one._disk_s = 0.5
         monkeypatch.setattr(run_folder, "seal", hangs_once)
         assert await train(one, learner, range(5, 6)) == [5] and "(its manifest)" in told[0]
-        one._disk_s = 600.0
         asyncio.get_running_loop().call_later(0.1, is_back.set)
         assert await train(one, learner, range(6, 7)) == [6]
         assert saved == ["step_000006"] and one.saved_step == 6 and len(told) == 1
