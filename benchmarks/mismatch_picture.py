@@ -80,7 +80,10 @@ def draw_origins(measured: Measured, path: Path) -> None:
                 "with mismatch (bfloat16)",
                 lambda one: one.k3,
             )
-        staleness.set(yscale="log", xlabel="staleness, versions", ylabel="k3, nats (sums)")
+            staleness.set(yscale="log", xlabel="staleness, versions", ylabel="k3, nats (sums)")
+            staleness.legend(frameon=False)
+        else:
+            staleness.remove()
         found = tables.treatments(measured)
         same = {name: cases[0] for name, cases in found.items()}
         stale = {name: cases[1] for name, cases in found.items() if cases[1]}
@@ -95,7 +98,7 @@ def draw_origins(measured: Measured, path: Path) -> None:
         factors.set_ylabel("mean factor on a token's gradient")
         for axes in (dropped, factors):
             axes.set_xticks(range(len(found)), list(found), rotation=35, ha="right")
-        for axes in (shares, staleness, dropped, factors):
+        for axes in (shares, dropped, factors):
             axes.legend(frameon=False)
         figure.savefig(path, dpi=110, metadata={"Software": None})
 

@@ -211,17 +211,39 @@ def removed(measured: Measured, operators: Iterable[str]) -> Interval:
 
 
 def operators_table(measured: Measured) -> str:
-    head = ["operator", "aligned alone: k3 that is gone", "all others aligned: k3 that is left", "decode", "training step"]
+    """Exchanged on both sides; with costs, once they were measured."""
+    head = ["operator", "aligned alone: k3 that is gone", "all others aligned: k3 that is left"]
+    with_costs = "cost-decode" in measured.first and "cost-step" in measured.first
     lines = []
-    for operator in OPERATORS:
-        others = [other for other in OPERATORS if other != operator]
-        shares = [removed(measured, [operator]).text(".0%") if measured.has([operator]) else "not measured"]
-        shares += [measured.share_left(others).text(".0%") if measured.has(others) else "not measured"]
-        lines.append([NAMES[operator], *shares, *cost_cells(measured, [operator])])
-    for chosen in [*measured.extra, OPERATORS]:
-        if measured.has(chosen):
-            name = "all" if chosen == OPERATORS else ", ".join(NAMES[one] for one in chosen)
-            lines.append([f"**{name}**", removed(measured, chosen).text(".0%"), "", *cost_cells(measured, chosen)])
+    for chosen in [*((operator,) for operator in OPERATORS), *measured.extra, OPERATORS]:
+        if not measured.has(chosen):
+            continue
+        others = [other for other in OPERATORS if other not in chosen]
+        name = "all" if chosen == OPERATORS else ", ".join(NAMES[one] for one in chosen)
+        line = [name, removed(measured, chosen).text(".0%")]
+        line.append(measured.share_left(others).text(".1%") if len(chosen) == 1 and measured.has(others) else "")
+        lines.append([*line, *(cost_cells(measured, chosen) if with_costs else [])])
+    return table([*head, *(["decode", "training step"] if with_costs else [])], lines)
+
+
+def exchanges_table(measured: Measured) -> str:
+    """How far the engine alone moves when one operator is exchanged, from the usual ones and from those of true on-policy."""
+    head = ["exchanged in the engine", "k3 from the usual engine", "k3 from the engine of true on-policy", "over the whole mismatch"]
+    apart = [[text for text in measured.first.apart if text.batch == batch] for batch in range(BATCHES)]
+    usual, every = label(()), label(of_engine(OPERATORS))
+
+    def between(one: str, other: str) -> list[Sampled]:
+        sides = [[measured.first.values(f"engine-{name}", texts) for texts in apart] for name in (one, other)]
+        return [Sampled.of(*pair) for pair in zip(*sides, strict=True)]
+
+    lines, whole = [], measured.batches(usual, usual, apart=True)
+    for operator in [one for one in OPERATORS if of_engine([one])]:
+        but_one = label(of_engine([other for other in OPERATORS if other != operator]))
+        if f"engine-{label([operator])}" not in measured.first or f"engine-{but_one}" not in measured.first:
+            continue
+        near, far = between(usual, label([operator])), between(every, but_one)
+        line = [NAMES[operator], *(Interval.over(found, lambda one: one.k3).text(".1e") for found in (near, far))]
+        lines.append([*line, Interval.of_pairs(far, whole, lambda one: one.k3).text(".2f")])
     return table(head, lines)
 
 
@@ -327,6 +349,7 @@ def write_tables(folders: Sequence[Folder], extra: Iterable[Sequence[str]]) -> M
         "buckets": lambda: buckets_table(measured),
         "positions": lambda: positions_table(measured),
         "operators": lambda: operators_table(measured),
+        "exchanges": lambda: exchanges_table(measured),
     }
     parts["presets"] = lambda: presets_table(measured)
     parts["normalisation"] = lambda: normalisation_table(measured)

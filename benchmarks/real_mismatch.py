@@ -464,7 +464,7 @@ def measure_staleness(model: Path, folder: Folder) -> None:
 # -- cost ----------------------------------------------------------------------------------------------------------------
 
 
-REQUESTS, DECODED, TRAINED = 32, 8, 8
+REQUESTS, DECODED, TRAINED = 30, 8, 5
 """Requests in flight and tokens that each decodes; passages of GIVEN + TOKENS tokens in a learner's step."""
 TURNS = 3
 
@@ -541,7 +541,7 @@ def main() -> None:
     else:
         if "cost-decode" not in folders[0]:
             asyncio.run(measure_decoding(arguments.model, folders[0], extra))
-        if "cost-step" not in folders[0]:
+        if "cost-step" not in folders[0] and not folders[0].is_late:
             measure_steps(arguments.model, folders[0], extra)
 
 
