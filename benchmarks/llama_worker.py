@@ -1,11 +1,12 @@
 """The other side of benchmarks/real_model.py: llama.cpp through its Python package, run by the Python of an environment that has it.
 
-A question is what to sample (see `llama_side` there); the answer is the number of tokens sampled. All sequences are decoded together, and
+A question is what to sample (see `llama_side` there); the answer is the number of tokens sampled, and the id of this process. All sequences are decoded together, and
 each prompt once for all its answers: llama.cpp's sequences share its cells of the cache.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -67,7 +68,7 @@ def decode(context: Any, entries: list[tuple[int, int, list[int], bool]]) -> Non
         raise RuntimeError(f"llama_decode: {failed}")
 
 
-def sample(question: dict[str, Any]) -> int:
+def sample(question: dict[str, Any]) -> dict[str, int]:
     context = context_of(question["gguf"], question["weights"], question["threads"])
     llama.llama_memory_clear(llama.llama_get_memory(context), True)
     samples, ends = question["samples"], set(question["ends"])
@@ -86,7 +87,7 @@ def sample(question: dict[str, Any]) -> int:
         decode(context, [(token, place, [one], True) for one, place, token in running])
         running = [(one, place + 1, llama.llama_sampler_sample(sampler, context, i)) for i, (one, place, _) in enumerate(running)]
     llama.llama_sampler_free(sampler)
-    return count
+    return {"tokens": count, "process": os.getpid()}
 
 
 if __name__ == "__main__":

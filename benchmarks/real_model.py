@@ -11,7 +11,8 @@ on the left; llama.cpp decodes all sequences together, each prompt once, from th
 Learner: the step on a batch that the engine has sampled (64 answers), against torch's AdamW on transformers' model, padded and one sequence
 at a time, as benchmarks/learner.py has them, and against what TRL's GRPOTrainer does in a step besides generating, on the same questions.
 Operations are counted alike for all: 6 for each weight of the layers and position computed, 6 for each of the head's and position whose
-logits are. The sides take turns; nothing else computes meanwhile, so each has all threads (--threads, 2).
+logits are. The sides take turns; nothing else computes meanwhile, so each has all threads (--threads, 2). Of rollouts the processor time of
+the process that computes is compared, too: other work on the machine is not in it.
 Limits: a decode step reads every weight once, and computes 2 operations for each and request; the speeds of both are measured here.
 `--check` fails if a goal is missed: rollout 3, 3 and 2 times generate; learner 0.9 x padded / computed positions.
 """
@@ -34,12 +35,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of all sides: no side's threads spin while another computes
 
+import psutil
 import torch
 
 from benchmarks.learner import CORRECTION, UPDATE, Rival, measure
 from benchmarks.peers import TRL
 from benchmarks.sides import ROOT, Peer, TimeRatio, in_turns, options, seconds_of
-from benchmarks.workloads import sampled_batch
+from benchmarks.workloads import Spent, sampled_batch
 from evenkeel.correction import PackedBatch, defer
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.learner_rank import LearnerRank
@@ -71,8 +73,21 @@ class Work:
         return cls([[next(prompts) for _ in range(requests // SAMPLES)]], SAMPLES)
 
 
-Sampler = Callable[[Work, int], int]
-"""(what to sample, seed) -> number of tokens sampled."""
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One that samples."""
+
+    sample: Callable[[Work, int], int]
+    """(what, seed) -> number of tokens sampled."""
+    process: int
+    """Id of the process that computes."""
+
+    def spent(self, works: list[Work], number: int) -> Spent:
+        """What a token of a turn took."""
+        tokens, process = [], psutil.Process(self.process)
+        used = sum(process.cpu_times()[:2])
+        seconds = seconds_of(lambda: tokens.append(self.sample(works[number], number)))
+        return Spent(seconds / tokens[0], (sum(process.cpu_times()[:2]) - used) / tokens[0])
 
 
 def questions(count: int) -> list[dict[str, str]]:
@@ -95,7 +110,7 @@ def prompts_of(model: Path, rows: list[dict[str, str]]) -> list[list[int]]:
 
 
 @contextmanager
-def engine_side(model: Path, threads: int) -> Iterator[Sampler]:
+def engine_side(model: Path, threads: int) -> Iterator[Side]:
     """evenkeel's engine."""
     loop = BackgroundLoop()
     engine = loop.run(RolloutEngine.start(model, EngineConfig(device="cpu", threads=threads, context_length=256), name="engine"))
@@ -109,13 +124,13 @@ def engine_side(model: Path, threads: int) -> Iterator[Sampler]:
         return sum(loop.run(ask(prompts, work.samples, seed), timeout_s=3600.0) for prompts in work.calls)
 
     try:
-        yield sample
+        yield Side(sample, engine.process_ids["scheduler"])
     finally:
         loop.run(engine.shutdown())
         loop.stop()
 
 
-def generate_side(model: Path) -> Sampler:
+def generate_side(model: Path) -> Side:
     """transformers' generate."""
     import transformers
 
@@ -140,38 +155,36 @@ def generate_side(model: Path) -> Sampler:
         torch.manual_seed(seed)
         return sum(call(prompts, work.samples) for prompts in work.calls)
 
-    return sample
+    return Side(sample, os.getpid())
 
 
-def llama_side(ask: Callable[[Any], Any], gguf: Path, weights: str, threads: int, ends: list[int]) -> Sampler:
+def llama_side(ask: Callable[[Any], Any], gguf: Path, weights: str, threads: int, ends: list[int]) -> Side:
     """llama.cpp, in its own process. Args: weights: "float32", or "file" for those of the file as they are."""
     settings = {"gguf": str(gguf.resolve()), "weights": weights, "threads": threads, "ends": ends, "max_tokens": MAX_TOKENS}
 
     def sample(work: Work, seed: int) -> int:
-        return sum(int(ask(settings | {"prompts": prompts, "samples": work.samples, "seed": seed})) for prompts in work.calls)
+        return sum(int(ask(settings | {"prompts": prompts, "samples": work.samples, "seed": seed})["tokens"]) for prompts in work.calls)
 
-    return sample
+    return Side(sample, ask(settings | {"prompts": [], "samples": 1, "seed": 0})["process"])
 
 
-def rollout(sides: dict[str, Sampler], model: Path, prompts: list[list[int]], turns: int, rows: list[int]) -> list[str]:
+def rollout(sides: dict[str, Side], model: Path, prompts: list[list[int]], turns: int, rows: list[int]) -> list[str]:
     """Print a table; return what misses its goal."""
     missed = []
     print(f"rollout: prompts of {statistics.fmean(map(len, prompts)):.0f} tokens, answers of up to {MAX_TOKENS}", flush=True)
     fresh = iter(prompts)
 
-    def seconds_per_token(side: Sampler, works: list[Work], number: int) -> float:
-        found: list[int] = []
-        return seconds_of(lambda: found.append(side(works[number], number))) / found[0]
-
     for requests in rows:
         goal = REQUESTS[requests]
         works = [Work.of(requests, fresh) for _ in range(turns + 1)]
-        per_token = in_turns({name: partial(seconds_per_token, side, works) for name, side in sides.items()}, turns, warm_up=1)
-        rates = ", ".join(f"{name} {1 / statistics.median(values):,.1f}" for name, values in per_token.items())
+        spent = in_turns({name: partial(side.spent, works) for name, side in sides.items()}, turns, warm_up=1)
+        clock = {name: [one.by_clock for one in each] for name, each in spent.items()}
+        processor = {name: [one.by_processor for one in each] for name, each in spent.items()}
+        rates = ", ".join(f"{name} {1 / statistics.median(values):,.1f}" for name, values in clock.items())
         print(f"{requests:>4} at a time, tokens/s: {rates}; limit {limit(model, requests):,.0f}", flush=True)
         for name in list(sides)[1:]:
-            ratio = TimeRatio.of(per_token[name], per_token["evenkeel"])
-            print(f"    times {name:24s} {ratio}" + (f", goal {goal:g}" if name == "generate" else ""), flush=True)
+            ratio, used = (TimeRatio.of(each[name], each["evenkeel"]) for each in (clock, processor))
+            print(f"    times {name:20s} {ratio}, processor time {used}" + f", goal {goal:g}" * (name == "generate"), flush=True)
             if name == "generate" and ratio.median < goal:
                 missed.append(f"{requests} at a time: {ratio.median:.2f} times generate, goal {goal:g}")
     return missed
