@@ -1,7 +1,7 @@
 """The other side of benchmarks/real_model.py: llama.cpp through its Python package, run by the Python of an environment that has it.
 
-A question is what to sample (see `llama_side` there); the answer is the number of tokens sampled, and the id of this process. All sequences are decoded together, and
-each prompt once for all its answers: llama.cpp's sequences share its cells of the cache.
+A question is what to sample (see `llama_side` there); the answer is the number of tokens sampled, and the id of this process. All sequences
+are decoded together, and each prompt once for all its answers: llama.cpp's sequences share its cells of the cache.
 """
 
 from __future__ import annotations
