@@ -4,11 +4,15 @@
 
 Shapes of the nano recipe, for a decode step of 64 requests and a micro-batch of 2,048 rows, forward and for the weight's gradient. Compares
 the fastest turn of each, in turns, since other work on the machine can only slow a turn down.
+
+And the products of a decode step of SmolLM2-135M-Instruct, all layers and the head, so that the weights come from memory: MKL against the
+engine's own kernel (rollout/sglang_plugin/products.c), which it has where the kernel's bits are MKL's; by processor time.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +23,12 @@ from torch import Tensor
 
 from benchmarks.sides import in_turns, options, seconds_of
 from evenkeel.engines.matrix_products import is_needed, product
+from evenkeel.rollout.sglang_plugin.products import FewRows
 
 LAYERS = {"gate and up": (384, 2816), "down": (1408, 384), "query, key, value": (384, 512), "attention's output": (256, 384)}
 """Inner and outer size of each product of a layer."""
+REAL = {"gate and up": (576, 3072), "down": (1536, 576), "query, key, value": (576, 960), "attention's output": (576, 576)}
+REAL_LAYERS, REAL_HEAD = 30, (576, 49152)
 
 
 def seconds(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
@@ -46,6 +53,31 @@ def main() -> None:
                 times = in_turns({way: lambda _, do=do, a=a, b=b: seconds(do, a, b) for way, do in ways.items()}, turns)
                 mkl, ours = min(times["MKL"]), min(times["oneDNN"])
                 print(f"{rows:>6}  {what:<30} {mkl / ours:5.2f}  {2e-9 * a.numel() * b.shape[1] / ours:15.0f}")
+    print_few_rows(turns)
+
+
+def print_few_rows(turns: int) -> None:
+    """The real model's decode steps."""
+    kernel = FewRows()
+    print(f"a decode step of a real model; the engine {'uses' if kernel.agrees() and not is_needed() else 'does not use'} its kernel here")
+    print("  rows  MKL / kernel: layers  head")
+    layers = [torch.randn(outer, inner).t() for inner, outer in REAL.values() for _ in range(REAL_LAYERS)]
+    head = [torch.randn(*reversed(REAL_HEAD)).t()]
+    for rows in (2, 4, 16, 64):
+        inputs = {inner: torch.randn(rows, inner) for inner, _ in REAL.values()}
+
+        def step(multiply: Callable[[Tensor, Tensor], Tensor], weights: list[Tensor], inputs: dict[int, Tensor] = inputs) -> float:
+            began = time.process_time()  # not the clock: a whole step is long enough for other work to come between
+            for weight in weights:
+                multiply(inputs[len(weight)], weight)
+            return time.process_time() - began
+
+        ratios = []
+        for weights in (layers, head):
+            ways = {"MKL": torch.mm, "kernel": kernel.product}
+            times = in_turns({way: lambda _, do=do, weights=weights: step(do, weights) for way, do in ways.items()}, turns, warm_up=1)
+            ratios.append(min(times["MKL"]) / min(times["kernel"]))
+        print(f"{rows:>6}  {ratios[0]:20.2f}  {ratios[1]:4.2f}", flush=True)
 
 
 if __name__ == "__main__":
