@@ -5,6 +5,7 @@ never reads what lies apart, has those sampled again of which a part is lost.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pickle
 import random
 import threading
@@ -13,14 +14,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import ray
 
 from evenkeel.actors.carriers import StoredGroup, Ticket
+from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.groups import tokens as payloads
 from evenkeel.actors.groups.book import GroupBook
+from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.pool.rollout_worker import RolloutWorker
+from evenkeel.actors.pool.workers import WorkerHandle
+from evenkeel.actors.weights.weight_sync import SyncTarget
 from evenkeel.correction.batch import PackedBatch
 from evenkeel.correction.errors import DataError, LateError
 from evenkeel.learner.config import LearnerConfig
@@ -29,10 +35,10 @@ from evenkeel.rollout.config import TrainOverlong
 from evenkeel.rollout.packing import pack_groups
 from evenkeel.rollout.trajectory import Group, RoutedExperts, TopLogprobs
 from evenkeel.rollout.wide_fields import join_wide_fields, split_wide_fields
-from tests.actors.cases import group, prompt, prompts, trajectory
+from tests.actors.cases import FakeActor, OpenBook, group, prompt, prompts, trajectory
 from tests.actors.groups.test_wide_fields import differences
-from tests.actors.pool.pool_scene import PoolScene
-from tests.actors.pool.pool_scene import Worker as PoolWorker
+from tests.actors.pool.pool_cases import worker_settings
+from tests.actors.pool.started_worker import started_worker
 from tests.actors.service.service_scene import GROUPS, ServiceScene, answered, play
 from tests.learner.learner_cases import VOCAB
 from tests.learner.moe_cases import EXPERTS, LAYERS
@@ -111,11 +117,11 @@ class WideSampler:
         return wide_group(ticket) if group_id else group(ticket)
 
 
-def wide_worker(*, has_wide_fields: bool = True, counted: Callable[[str, float], object] = lambda *_: None) -> RolloutWorker:
+async def wide_worker(
+    monkeypatch: pytest.MonkeyPatch, *, has_wide_fields: bool = True, counted: Callable[[str, float], object] = lambda *_: None
+) -> RolloutWorker:
     """Args: counted: takes what the worker adds to its metrics."""
-    worker = RolloutWorker("0", SimpleNamespace(topk=0, has_wide_fields=has_wide_fields))  # type: ignore[arg-type]
-    worker._sampler, worker._endpoint = WideSampler(), SimpleNamespace(add=counted, set=lambda *_: None)  # type: ignore[assignment]
-    return worker
+    return await started_worker(monkeypatch, WideSampler(), counted=counted, topk=2 * has_wide_fields)
 
 
 def test_taking_groups_apart_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +138,8 @@ def test_taking_groups_apart_leaves_the_event_loop_alone(monkeypatch: pytest.Mon
     async def scenario() -> None:
         scene = ServiceScene(preset="tis-token", learner=LearnerConfig(routing_replay="rollout"))
         admitted = await scene.admit(0, GROUPS)
-        assert (await wide_worker().generate_group(admitted[1]))[1:] == (wide_group(admitted[1]), None)
+        worker = await wide_worker(monkeypatch)
+        assert (await worker.generate_group(admitted[1]))[1:] == (wide_group(admitted[1]), None)
         waiting = asyncio.create_task(scene.next_batch(0))
         scene.books.put(*[StoredGroup(one.facts, one) for one in map(wide_group, admitted)])
         batch = (await waiting).corrected.batch
@@ -155,7 +162,7 @@ def test_a_group_that_is_withdrawn_while_it_is_taken_apart_was_never_finished(mo
     monkeypatch.setattr(wide_fields, "split_wide_fields", slow)
 
     async def scenario() -> None:
-        worker = wide_worker(counted=lambda *what: counted.append(what))
+        worker = await wide_worker(monkeypatch, counted=lambda *what: counted.append(what))
         calls = [asyncio.ensure_future(worker.generate_group(ticket)) for ticket in tickets(3)[1:]]
         assert await asyncio.to_thread(begun.wait, 60)
         await worker.abort(1)
@@ -165,7 +172,8 @@ def test_a_group_that_is_withdrawn_while_it_is_taken_apart_was_never_finished(mo
         with pytest.raises(LateError, match="was withdrawn"):
             await calls[1]
         may_end.set()
-        assert worker._groups == {} and not worker._under_way and counted == []
+        await asyncio.sleep(0.05)
+        assert counted == []
 
     asyncio.run(scenario())
 
@@ -175,17 +183,21 @@ def test_a_large_group_of_a_worker_reaches_the_queue_in_two_objects_and_a_small_
     monkeypatch.setattr(payloads, "_INLINE_BYTES", 60)
 
     async def scenario() -> None:
-        asked = [await wide_worker(has_wide_fields=wide).generate_group(tickets(2)[1]) for wide in (True, False)]
+        workers = [await wide_worker(monkeypatch, has_wide_fields=wide) for wide in (True, False)]
+        asked = [await worker.generate_group(tickets(2)[1]) for worker in workers]
         (facts, light, found), (_, whole) = asked
         assert join_wide_fields(light, found) == whole and facts.wide_bytes == sum(one.nbytes for one in found)
 
-        pool = PoolScene(monkeypatch)
-        pool.pool._results = 3
-        monkeypatch.setattr(PoolWorker, "generate_group", lambda self, ticket, _: worker_with_wide_fields.generate_group(ticket))
-        worker_with_wide_fields = wide_worker()
-        feeding = await pool.begin()
-        await pool.until_finished(2)
-        first, second = await pool.books.draw(0, 2, 5.0)
+        books, actor = OpenBook(groups_per_step=2, max_staleness=0), FakeActor(workers[0])
+        settings = replace(worker_settings(1), topk=2)
+        pool = RolloutPool(settings, DeadlinesConfig(), books.book, books.changes, MagicMock())
+        pool.create = lambda name, *_: WorkerHandle(name, actor, SyncTarget(name, actor))
+        pool.start()
+        await pool.first_worker()
+        pool.follow(SimpleNamespace(version=0, join=lambda target: setattr(target, "version", 0)))  # type: ignore[arg-type]
+        feeding = asyncio.create_task(pool.feed(map(prompt, itertools.count()), [], lambda _: None, lambda _: None))
+        await books.changes.until(lambda: books.book.counts()["finished"] == 2, within_s=10.0)
+        first, second = await books.draw(0, 2, 5.0)
         assert (first.wide, first.facts.wide_bytes) == (None, 0) and await second.wide is not None and second.facts.wide_bytes > 0
         assert first.source == second.source and first.source.startswith("rollout worker "), "whom notices and errors name"
         assert (await payloads.whole([first, second], deadline_s=5.0))[0] == [group(admitted(0)), wide_group(admitted(1))]

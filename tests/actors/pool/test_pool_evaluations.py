@@ -13,7 +13,7 @@ from evenkeel.actors.pool.dispatch import Questions
 from evenkeel.correction.errors import EngineError
 from evenkeel.rollout.config import AnswerSampling
 from tests.actors.cases import prompt
-from tests.actors.pool.pool_scene import PoolScene, play, raised
+from tests.actors.pool.pool_scene import PoolScene, hang, play, raised
 
 
 def engine_dead() -> Exception:
@@ -72,5 +72,20 @@ def test_a_mistake_in_an_evaluation_is_its_own(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.sleep(0.05)
         assert not scene.pool.has_failed and not scene.pool._work and scene.left == []
         assert [worker.questions for worker in scene.pool.workers.values()] == [0, 0]
+
+    play(scenario)
+
+
+def test_an_evaluation_keeps_to_its_share_while_groups_are_fed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of 16 slots for groups of 8; how that goes on is in test_dispatch.py."""
+
+    async def scenario() -> None:
+        scene = PoolScene(monkeypatch, faults={"0": hang})
+        feeding = await scene.begin()
+        asking = asyncio.create_task(scene.pool.answer([prompt(i) for i in range(256)], AnswerSampling()))
+        await asyncio.sleep(0.05)
+        assert [worker.questions for worker in scene.pool.workers.values()] == [16 * 8 // 4]
+        for task in (asking, feeding):
+            task.cancel()
 
     play(scenario)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray.exceptions
 
-from evenkeel.actors.carriers import GroupFailure, Ticket, WeightChecksums, WorkerSettings
+from evenkeel.actors.carriers import GroupFailure, Ticket, WeightChecksums
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.driver.parts import worker_settings
 from evenkeel.actors.pool.rollout_worker import RolloutWorker
@@ -28,177 +28,22 @@ from evenkeel.correction.errors import (
     SyncError,
 )
 from evenkeel.engines.weights import digest_of
-from evenkeel.rollout.config import AnswerSampling, RolloutConfig
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.sampler import Sampler
 from evenkeel.rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, WorkerLoad
 from tests.actors.cases import group, prompt
+from tests.actors.pool.started_worker import started_worker
 
-CONFIG = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
-SETTINGS = WorkerSettings(CONFIG, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
-
-
-def idle_worker() -> RolloutWorker:
-    return RolloutWorker("0", SETTINGS)
+Start = Callable[..., Coroutine[Any, Any, RolloutWorker]]
 
 
-def test_a_finished_group_is_answered_with_its_facts_and_with_its_tokens_apart() -> None:
-    """Two results: the second is for the object store, and nobody else need have it in its process."""
-
-    class OneGroupSampler:
-        engine = SimpleNamespace(requests_in_flight=0)
-
-        async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, **_: Any) -> Group:
-            return group(Ticket(group_id, prompt, admitted_version))
-
-    async def scenario() -> None:
-        worker, counted = idle_worker(), dict[str, float]()
-        worker._sampler = OneGroupSampler()  # type: ignore[assignment]
-        worker._endpoint = SimpleNamespace(add=lambda name, amount: counted.update({name: amount}), set=lambda *_: None)  # type: ignore[assignment]
-        ticket = Ticket(7, prompt(0), 3)
-        facts, whole = await worker.generate_group(ticket)
-        assert whole == group(ticket) and facts == whole.facts
-        assert not any(hasattr(one, "response_ids") for one in facts.trajectories)
-        assert counted == {"rollout/generated_tokens_total": 4, "rollout/finished_groups_total": 1}
-
-    asyncio.run(scenario())
-
-
-class Failing:
-    """A sampler whose engine fails each request in its own way."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    async def group(self, *_: Any, **__: Any) -> Group:
-        raise self._error
-
-    answer = group
-
-
-@pytest.mark.parametrize(
-    ("error", "is_final"),
-    [(RequestError("one logprob is not finite"), False), (DeadlineExceeded("no answer in 600 s"), False), (DataError("too long"), True)],
-)
-def test_one_request_that_fails_is_told_and_costs_nothing_else(error: EvenkeelError, is_final: bool) -> None:
-    async def scenario() -> None:
-        worker = idle_worker()
-        worker._sampler = Failing(error)  # type: ignore[assignment]
-        assert await worker.generate_group(Ticket(7, prompt(0), 0)) == (GroupFailure(7, str(error), is_final), None)
-        answered = await worker._answer(prompt(0), AnswerSampling(samples=2, temperature=1.0))
-        assert [(one.error, one.reward, one.is_valid) for one in answered] == [(str(error), None, False)] * 2
-        assert {one.failure for one in answered} == {FailureKind.ENGINE}
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("has_wide_fields", [False, True])
-def test_an_error_that_nobody_has_foreseen_costs_its_group_and_its_traceback_is_kept(
-    caplog: pytest.LogCaptureFixture, has_wide_fields: bool
-) -> None:
-    """A tokenizer that can't decode a token would else end the run, and each resume of it."""
-
-    async def scenario() -> None:
-        worker = RolloutWorker("0", replace(SETTINGS, topk=2 * has_wide_fields))
-        worker._sampler = Failing(KeyError(151_936))  # type: ignore[assignment]
-        found = await worker.generate_group(Ticket(7, prompt(0), 0))
-        assert found == (GroupFailure(7, "KeyError: 151936", is_final=False), *[None] * (1 + has_wide_fields))
-        assert worker._groups == {}
-
-    with caplog.at_level(logging.ERROR, "evenkeel.pool"):
-        asyncio.run(scenario())
-    assert "rollout worker 0: group 7 (" in caplog.text and "raise self._error\nKeyError: 151936" in caplog.text
-
-
-def test_what_is_wrong_with_a_finished_group_costs_that_one_as_well() -> None:
-    async def scenario() -> None:
-        worker, sampler = slow_worker()
-        worker._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
-        sampler.finish.set()
-        failure, nothing = await worker.generate_group(Ticket(7, prompt(0), 3))
-        assert failure == GroupFailure(7, "AttributeError: 'types.SimpleNamespace' object has no attribute 'add'", is_final=False)
-        assert nothing is None
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("error", [EngineError("the scheduler is gone"), ray.exceptions.ObjectStoreFullError("no room")], ids=repr)
-def test_a_lost_engine_or_object_store_is_no_failed_request(error: Exception) -> None:
-    async def scenario() -> None:
-        worker = idle_worker()
-        worker._sampler = Failing(error)  # type: ignore[assignment]
-        with pytest.raises(type(error), match=str(error)):
-            await worker.generate_group(Ticket(7, prompt(0), 0))
-
-    asyncio.run(scenario())
-
-
-class Slow:
-    """Samples a group until `finish` is set."""
-
-    engine = SimpleNamespace(requests_in_flight=0)
-    busy_s, up_s, generated_tokens = 1.0, 2.0, 3
-
-    def __init__(self, *, is_stubborn: bool = False) -> None:
-        self.finish, self.begun, self.aborted, self._is_stubborn = asyncio.Event(), 0, 0, is_stubborn
-
-    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, **_: Any) -> Group:
-        self.begun += 1
-        while not self.finish.is_set():
-            try:
-                await self.finish.wait()
-            except asyncio.CancelledError:
-                self.aborted += 1
-                if not self._is_stubborn:
-                    raise
-        return group(Ticket(group_id, prompt, admitted_version))
-
-
-def slow_worker(**named: bool) -> tuple[RolloutWorker, Slow]:
-    worker, sampler = idle_worker(), Slow(**named)
-    worker._sampler = sampler  # type: ignore[assignment]
-    worker._endpoint = SimpleNamespace(add=lambda *_: None, set=lambda *_: None)  # type: ignore[assignment]
-    return worker, sampler
-
-
-def test_who_asks_again_for_a_group_gets_the_one_that_is_being_sampled() -> None:
-    """The answer of the first call may be lost with a connection: to sample the group twice at once would only be slower."""
-
-    async def scenario() -> None:
-        worker, sampler = slow_worker()
-        calls = [asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3))) for _ in range(2)]
-        await asyncio.sleep(0.01)
-        sampler.finish.set()
-        first, second = await asyncio.gather(*calls)
-        assert first == second and sampler.begun == 1 and worker._groups == {}
-        await worker.generate_group(Ticket(7, prompt(0), 3))
-        assert sampler.begun == 2, "nothing of a finished group is kept"
-
-    asyncio.run(scenario())
-
-
-def test_a_group_that_is_aborted_ends_and_may_begin_anew() -> None:
-    async def scenario() -> None:
-        worker, sampler = slow_worker()
-        given_up = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
-        await asyncio.sleep(0.01)
-        await worker.abort(7)
-        await worker.abort(8)
-        with pytest.raises(LateError):
-            await given_up
-        again = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
-        await asyncio.sleep(0.01)
-        sampler.finish.set()
-        assert (await again)[0].group_id == 7 and (sampler.begun, sampler.aborted) == (2, 1)
-
-    asyncio.run(scenario())
-
-
-class EngineOf:
+class Engine:
     """Holds tensors of these checksums, which it shows once `compared` is set."""
 
     requests_in_flight, silent_s = 4, 0.0
 
-    def __init__(self, checksums: dict[str, str]) -> None:
-        self.checksums, self.compared = checksums, asyncio.Event()
+    def __init__(self, checksums: dict[str, str] | None = None) -> None:
+        self.checksums, self.compared = checksums or {}, asyncio.Event()
 
     def raise_if_lost(self) -> None: ...
 
@@ -210,21 +55,178 @@ class EngineOf:
         return self.checksums
 
 
+class Slow:
+    """Samples a group until `finish` is set; or fails each request with `error`."""
+
+    busy_s, up_s, generated_tokens = 1.0, 2.0, 3
+
+    def __init__(self, error: Exception | None = None, *, is_stubborn: bool = False, checksums: dict[str, str] | None = None) -> None:
+        self.finish, self.begun, self.aborted, self._is_stubborn = asyncio.Event(), 0, 0, is_stubborn
+        self.engine, self._error = Engine(checksums), error
+
+    async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, **_: Any) -> Group:
+        self.begun += 1
+        if self._error is not None:
+            raise self._error
+        while not self.finish.is_set():
+            try:
+                await self.finish.wait()
+            except asyncio.CancelledError:
+                self.aborted += 1
+                if not self._is_stubborn:
+                    raise
+        return group(Ticket(group_id, prompt, admitted_version))
+
+    async def answer(self, *_: Any) -> Any:
+        raise self._error or AssertionError
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Start:
+    return partial(started_worker, monkeypatch)
+
+
+async def soon() -> None:
+    await asyncio.sleep(0.01)
+
+
+def ticket(group_id: int = 7, version: int = 3) -> Ticket:
+    return Ticket(group_id, prompt(0), version)
+
+
+def test_a_finished_group_is_answered_with_its_facts_and_with_its_tokens_apart(started: Start) -> None:
+    """Two results: the second is for the object store, and nobody else need have it in its process."""
+
+    async def scenario() -> None:
+        sampler, counted = Slow(), dict[str, float]()
+        sampler.finish.set()
+        worker = await started(sampler, counted=lambda name, amount: counted.update({name: amount}))
+        facts, whole = await worker.generate_group(ticket())
+        assert whole == group(ticket()) and facts == whole.facts
+        assert not any(hasattr(one, "response_ids") for one in facts.trajectories)
+        assert counted == {"rollout/generated_tokens_total": 4, "rollout/finished_groups_total": 1}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [(RequestError("one logprob is not finite"), False), (DeadlineExceeded("no answer in 600 s"), False), (DataError("too long"), True)],
+)
+def test_one_request_that_fails_is_told_and_costs_nothing_else(started: Start, error: EvenkeelError, is_final: bool) -> None:
+    async def scenario() -> None:
+        worker = await started(Slow(error))
+        assert await worker.generate_group(ticket()) == (GroupFailure(7, str(error), is_final), None)
+        (answered,) = await worker.answer([prompt(0)], AnswerSampling(samples=2, temperature=1.0))
+        assert [(one.error, one.reward, one.is_valid) for one in answered] == [(str(error), None, False)] * 2
+        assert {one.failure for one in answered} == {FailureKind.ENGINE}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("has_wide_fields", [False, True])
+def test_an_error_that_nobody_has_foreseen_costs_its_group_and_its_traceback_is_kept(
+    started: Start, caplog: pytest.LogCaptureFixture, has_wide_fields: bool
+) -> None:
+    """A tokenizer that can't decode a token would else end the run, and each resume of it. Asked again it samples again."""
+
+    async def scenario() -> None:
+        sampler = Slow(KeyError(151_936))
+        worker = await started(sampler, topk=2 * has_wide_fields)
+        expected = GroupFailure(7, "KeyError: 151936", is_final=False), *[None] * (1 + has_wide_fields)
+        assert [await worker.generate_group(ticket()) for _ in range(2)] == [expected] * 2 and sampler.begun == 2
+
+    with caplog.at_level(logging.ERROR, "evenkeel.pool"):
+        asyncio.run(scenario())
+    assert "rollout worker 0: group 7 (" in caplog.text and "raise self._error\nKeyError: 151936" in caplog.text
+
+
+@pytest.mark.parametrize("error", [EngineError("the scheduler is gone"), ray.exceptions.ObjectStoreFullError("no room")], ids=repr)
+def test_a_lost_engine_or_object_store_is_no_failed_request(started: Start, error: Exception) -> None:
+    async def scenario() -> None:
+        worker = await started(Slow(error))
+        with pytest.raises(type(error), match=str(error)):
+            await worker.generate_group(ticket())
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_is_asked_for_again_is_the_one_that_is_being_sampled(started: Start) -> None:
+    """The answer of the first call may be lost with a connection: to sample the group twice at once would only be slower."""
+
+    async def scenario() -> None:
+        sampler = Slow()
+        worker = await started(sampler)
+        calls = [asyncio.ensure_future(worker.generate_group(ticket())) for _ in range(2)]
+        await soon()
+        sampler.finish.set()
+        first, second = await asyncio.gather(*calls)
+        assert first == second and sampler.begun == 1
+        await worker.generate_group(ticket())
+        assert sampler.begun == 2, "nothing of a finished group is kept"
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_is_aborted_ends_and_may_begin_anew(started: Start) -> None:
+    async def scenario() -> None:
+        sampler = Slow()
+        worker = await started(sampler)
+        given_up = asyncio.ensure_future(worker.generate_group(ticket()))
+        await soon()
+        await worker.abort(7)
+        assert sampler.aborted == 1, "by the time that the call ends"
+        await worker.abort(8)
+        with pytest.raises(LateError):
+            await given_up
+        again = asyncio.ensure_future(worker.generate_group(ticket()))
+        await soon()
+        sampler.finish.set()
+        assert (await again)[0].group_id == 7 and (sampler.begun, sampler.aborted) == (2, 1)
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_that_does_not_end_is_an_engine_that_failed(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenkeel.actors.pool.rollout_worker._ABORT_S", 0.05)
+
+    async def scenario() -> None:
+        sampler = Slow(is_stubborn=True)
+        worker = await started(sampler)
+        stubborn = asyncio.ensure_future(worker.generate_group(ticket()))
+        await soon()
+        for _ in range(2):  # asked again the answer is the same
+            with pytest.raises(EngineError, match="group 7 was given up"):
+                await worker.abort(7)
+        sampler.finish.set()
+        await stubborn
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_is_asked_to_start_again_starts_once(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        worker = await started(Slow())
+        monkeypatch.setattr(Sampler, "start", None)
+        first, second = await asyncio.gather(worker.start(0), worker.start(0))
+        assert first == second and first.node == "node"
+
+    asyncio.run(scenario())
+
+
 def sent(checksums: dict[str, str]) -> WeightChecksums:
     return WeightChecksums(asyncio.sleep(0, checksums), digest_of(checksums))
 
 
 @pytest.mark.parametrize("differ", [0, 20_000])
-def test_what_comes_back_of_checksums_is_small_however_many_there_are(monkeypatch: pytest.MonkeyPatch, differ: int) -> None:
+def test_what_comes_back_of_checksums_is_small_however_many_there_are(started: Start, differ: int) -> None:
     """Hundreds of workers compare two megabytes each; through the driver go a digest, or the first name that differs."""
-    monkeypatch.setattr("evenkeel.actors.pool.rollout_worker.require_checksums", lambda *_: None)
     expected = {f"model.layers.{number}.weight": "0" * 64 for number in range(20_000)}
 
     async def scenario() -> None:
-        worker, sampler = slow_worker()
-        sampler.engine = engine = EngineOf({name: "1" * 64 if n < differ else one for n, (name, one) in enumerate(expected.items())})
-        engine.compared.set()
-        update = worker.update_weights(4, [asyncio.sleep(0, "bucket")], sent(expected))
+        sampler = Slow(checksums={name: "1" * 64 if n < differ else one for n, (name, one) in enumerate(expected.items())})
+        sampler.engine.compared.set()
+        update = (await started(sampler)).update_weights(4, [asyncio.sleep(0, "bucket")], sent(expected))
         if differ:
             with pytest.raises(SyncError, match=r"20000 tensors differ, first model\.layers\.0\.weight; ") as found:
                 await update
@@ -236,18 +238,17 @@ def test_what_comes_back_of_checksums_is_small_however_many_there_are(monkeypatc
 
 
 @pytest.mark.parametrize("arrives", [{"a": "1"}, {"a": "2"}], ids=["as sent", "otherwise"])
-def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(monkeypatch: pytest.MonkeyPatch, arrives: dict[str, str]) -> None:
+def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(started: Start, arrives: dict[str, str]) -> None:
     """An engine that others take for dirty may have requests in flight while it is sent everything anew. What is done before the checksums
     are compared waits for that."""
-    monkeypatch.setattr("evenkeel.actors.pool.rollout_worker.require_checksums", lambda *_: None)
 
     async def scenario() -> None:
-        worker, sampler = slow_worker()
-        sampler.engine = EngineOf(arrives)  # type: ignore[assignment]
-        group_of = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
-        await asyncio.sleep(0.01)
+        sampler = Slow(checksums=arrives)
+        worker = await started(sampler)
+        group_of = asyncio.ensure_future(worker.generate_group(ticket()))
+        await soon()
         update = asyncio.ensure_future(worker.update_weights(4, [asyncio.sleep(0, "bucket")], sent({"a": "1"})))
-        await asyncio.sleep(0.01)
+        await soon()
         sampler.finish.set()
         assert not (await asyncio.wait({group_of}, timeout=0.05))[0], "its weights are not known yet"
         sampler.engine.compared.set()
@@ -260,88 +261,72 @@ def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(monkeypatch
                 await update
             with pytest.raises(EngineDirty, match="other weights arrived than were sent"):
                 await group_of
-        assert (await worker.generate_group(Ticket(8, prompt(0), 4)))[0].group_id == 8
+        assert (await worker.generate_group(ticket(8, 4)))[0].group_id == 8
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("first", ["weights", "group"])
-def test_a_worker_that_a_return_was_never_told_gives_up_what_it_has(first: str) -> None:
-    """A network has lost `follow`. The group comes again under its number, and is not the one that was withdrawn; what is late by then,
-    `follow` itself or a call of before, changes nothing."""
-
-    async def takes(version: int, _: Any) -> SyncReceipt:
-        return SyncReceipt(version, bytes=8, pause_s=0.1)
+@pytest.mark.parametrize("first", ["weights", "group", "follow", "follow, of one that finishes all the same"])
+def test_a_worker_gives_up_what_it_has_when_it_hears_of_another_generation(started: Start, first: str) -> None:
+    """By `follow`, which a network may lose, or by the first weights or group of it. The group comes again under its number, and is not the
+    one that was withdrawn; what is late by then, `follow` itself or a call of before, changes nothing."""
 
     async def scenario() -> None:
-        worker, sampler = slow_worker()
-        idle: dict[str, Any] = {"requests_in_flight": 0, "silent_s": 0.0, "raise_if_lost": lambda: None}
-        sampler.engine = SimpleNamespace(**idle, update_weights=takes)
-        withdrawn = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
-        await asyncio.sleep(0.01)
-        if first == "weights":
-            await worker.update_weights(2, [], None, 1)
-            await asyncio.sleep(0.01)
+        sampler = Slow(is_stubborn="finishes" in first)
+        worker = await started(sampler)
+        withdrawn = asyncio.ensure_future(worker.generate_group(ticket()))
+        await soon()
+        if first != "group":
+            await (worker.update_weights(2, [], None, 1) if first == "weights" else worker.follow(1))
+            await soon()
             assert sampler.aborted == 1
-        again = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 2), 1))
-        with pytest.raises(LateError, match="withdrawn"):
-            await withdrawn
+        again = asyncio.ensure_future(worker.generate_group(ticket(version=2), 1))
+        if "finishes" not in first:
+            with pytest.raises(LateError, match="withdrawn"):
+                await withdrawn
         await worker.follow(1)
         with pytest.raises(LateError, match="group 7 was withdrawn before its call came"):
-            await worker.generate_group(Ticket(7, prompt(0), 3))
+            await worker.generate_group(ticket())
         sampler.finish.set()
         assert (await again)[0].admitted_version == 2 and (sampler.begun, sampler.aborted) == (2, 1)
-
-    asyncio.run(scenario())
-
-
-def test_an_abort_that_does_not_end_is_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenkeel.actors.pool.rollout_worker._ABORT_S", 0.05)
-
-    async def scenario() -> None:
-        worker, sampler = slow_worker(is_stubborn=True)
-        stubborn = asyncio.ensure_future(worker.generate_group(Ticket(7, prompt(0), 3)))
-        await asyncio.sleep(0.01)
-        for _ in range(2):  # asked again the answer is the same
-            with pytest.raises(EngineError, match="group 7 was given up"):
-                await worker.abort(7)
-        sampler.finish.set()
-        await stubborn
-
-    asyncio.run(scenario())
-
-
-def test_a_worker_that_is_asked_to_start_again_starts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
-
-    async def start(worker: RolloutWorker, version: int) -> str:
-        started.append(version)
-        await asyncio.sleep(0.01)
-        return "here"
-
-    monkeypatch.setattr(RolloutWorker, "_start", start)
-
-    async def scenario() -> None:
-        worker = idle_worker()
-        assert await asyncio.gather(worker.start(0), worker.start(0)) == ["here", "here"]
-        assert await worker.start(0) == "here" and started == [0]  # type: ignore[comparison-overlap]
+        if "finishes" in first:
+            with pytest.raises(LateError, match="withdrawn"):
+                await withdrawn
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("is_late", [True, False])
-def test_weights_that_do_not_come_are_told_apart_from_an_engine_that_takes_none(is_late: bool) -> None:
+def test_weights_that_do_not_come_are_told_apart_from_an_engine_that_takes_none(started: Start, is_late: bool) -> None:
     """The engine isn't asked for anything: it goes on as it was."""
 
     async def scenario() -> None:
-        worker = RolloutWorker("0", replace(SETTINGS, weights_fetch_s=0.05))
+        sampler = Slow()
+        worker = await started(sampler, weights_fetch_s=0.05)
+        sampler.engine = None  # type: ignore[assignment]
         bucket = asyncio.get_running_loop().create_future()
         if not is_late:
             bucket.set_exception(ray.exceptions.ObjectLostError("", "", ""))
         why = r"not all of 1 buckets came in 0 s" if is_late else r"could not be read from the object store \(ObjectLostError\)"
         with pytest.raises(LateError, match=f"rollout worker 0: weights v3:? {why}"):
             await worker.update_weights(3, [bucket], None)
-        assert not hasattr(worker, "_sampler")
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_come_after_others_were_asked_for_are_dropped(started: Start) -> None:
+    """They would take the engine back."""
+
+    async def scenario() -> None:
+        worker, bucket = await started(Slow()), asyncio.get_running_loop().create_future()
+        late = asyncio.ensure_future(worker.update_weights(3, [bucket], None))
+        await soon()
+        assert (await worker.update_weights(4, [], None)).version == 4
+        bucket.set_result("bucket")
+        with pytest.raises(SyncError, match="weights v3 came after others had been asked for; these stay"):
+            await late
+        with pytest.raises(SyncError, match="weights v3 were asked for after v4; those stay"):
+            await worker.update_weights(3, [], None)
 
     asyncio.run(scenario())
 
