@@ -315,20 +315,28 @@ def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int, *, has_ent
     rows = -(-shape.vocabulary // config.tensor_parallel)
     chunk = min(config.logprob_chunk_tokens, tokens)
     table, results = chunk * rows, 12 * tokens
+    both = 4 * (table + _second_table(config, table))
     if config.resolved_dtype == "float32" or config.float32_head:
         gradients = 4 * (rows + tokens) * shape.hidden
         copies = gradients if config.resolved_dtype != "float32" else 0  # of the matrix and of what goes in
-        return max(8 * table, (8 if has_entropy_loss else 4) * table + gradients) + copies + results
+        return max(both, (both if has_entropy_loss else 4 * table) + gradients) + copies + results
     # A chunk's gradient in float32 and rounded; then the rounded one and its part of the matrix's gradient.
-    backward = max((8 if has_entropy_loss else 6) * table + 4 * rows * shape.hidden, 2 * table + 6 * rows * shape.hidden)
-    return max(8 * table, backward + 2 * tokens * shape.hidden) + results
+    slopes = max(both, 6 * table) if has_entropy_loss else 6 * table
+    backward = max(slopes + 4 * rows * shape.hidden, 2 * table + 6 * rows * shape.hidden)
+    return max(both, backward + 2 * tokens * shape.hidden) + results
+
+
+def _second_table(config: LearnerConfig, table: int) -> int:
+    """Numbers of the second table of a chunk that are there at a time: on a CPU a part of it (CACHED in learner/training/logprobs.py)."""
+    return min(table, 1 << 21) if config.device == "cpu" and config.tensor_parallel == 1 else table
 
 
 def head_forward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:
     """Peak of the head's forward pass: the hidden states in float32, the rows of them that it picks, the two tables of a chunk; or these
     rows before they are rounded again."""
     rows, hidden = -(-shape.vocabulary // config.tensor_parallel), shape.hidden * tokens
-    tables = 8 * min(config.logprob_chunk_tokens, tokens) * rows + 12 * tokens
+    table = min(config.logprob_chunk_tokens, tokens) * rows
+    tables = 4 * (table + _second_table(config, table)) + 12 * tokens
     if config.resolved_dtype == "float32" or config.float32_head:
         matrix = 4 * rows * shape.hidden if config.resolved_dtype != "float32" else 0
         return 8 * hidden + matrix + tables

@@ -199,6 +199,7 @@ def _logits_grad(
             if logprob_grad is not None:
                 slope += logprob_grad[rows].sum(-1, keepdim=True)
             block.exp_().mul_(slope).neg_()
+            del slope  # before the next rows' comes
         if logprob_grad is not None:
             block.scatter_add_(-1, local[rows], torch.where(is_local[rows], logprob_grad[rows], 0.0))
         block /= temperature

@@ -315,7 +315,7 @@ def test_explain_lists_every_key_with_type_default_and_meaning() -> None:
     assert lines["limit", ""].type == "int > 2 | null"
     assert "rollout.workers: int > 0 = 1\n    Engines." in explain(Run)
     assert "objective.kind" not in explain(Run)  # the section's own line has it
-    assert "learner.threads: int >= 1 and <= 1024 = 1\n" in (text := explain(RunConfig, "learner"))
+    assert "learner.seed: int = 1234\n" in (text := explain(RunConfig, "learner"))
     assert "learner.dtype: auto | float32 | bfloat16 | float16 = auto   [derived in a run unless it is given]\n" in text
 
 
