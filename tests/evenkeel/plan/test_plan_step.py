@@ -116,15 +116,15 @@ def test_a_step_takes_what_a_plan_says(tmp_path: Path, sizes: dict[str, Any], dt
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_long_chunk_has_its_peak_where_entropy_in_the_loss_says(tmp_path: Path, dtype: str) -> None:
-    """With all tokens in one chunk the tables of the logits are larger than the matrix's gradient: two in float32 in the forward pass, and
-    again in the backward pass if entropy is in the loss."""
+    """With all tokens in one chunk the tables of the logits are larger than the matrix's gradient: in float32 one and a part of a second in
+    the forward pass, and again in the backward pass if entropy is in the loss."""
     settings = {"dtype": dtype, "logprob_chunk_tokens": TOKENS, "recompute_activations": True}
     found = []
     for name, correction in (("without", TIS), ("with", TIS.model_copy(update={"entropy_coefficient": 0.01}))):
         (_, passes), planned = measured_and_planned(tmp_path / name, "qwen3", LARGE_VOCABULARY, settings, correction)
         assert passes == pytest.approx(planned[1], rel=0.03)
         found.append(passes)
-    assert found[1] > 1.1 * found[0], "by the matrix's gradient"
+    assert found[1] > 1.05 * found[0], "by what a CPU has of a second table at a time"
 
 
 WITH_OTHERS: list[tuple[str, str, dict[str, Any]]] = [
