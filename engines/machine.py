@@ -41,6 +41,9 @@ ON_CPU = KEPT_KERNELS | KEPT_MEMORY | {"OMP_WAIT_POLICY": "passive"}
 """All environment variables of a process that computes on a CPU. Its threads sleep while they have nothing to do: by default they spin, and
 where another process computes too, a thread that waits for its neighbour then keeps it from its core. Products of two threads on two cores
 that were shared so took five times as long."""
+CACHED = 1 << 21
+"""Numbers of a table of logits that a CPU takes through all steps of a softmax before it takes the next ones: they stay in its cache, and
+no second table is mapped anew for each chunk of tokens, whose pages would take longer than the exponentials."""
 _DECIDE = "Decide it first: for a run actors/settings/resolve.py does, for an engine or a learner alone the section's on_this_machine()"
 
 

@@ -18,7 +18,7 @@ from evenkeel.actors.carriers import Notify
 from evenkeel.actors.processes.pacing import doubled_pause_s
 from evenkeel.actors.processes.supervision import LongWait, wait_for
 from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.actors.record.stack_summary import FOLDER, collections
+from evenkeel.actors.record.stack_summary import FOLDER, next_number
 from evenkeel.correction.errors import EvenkeelError
 from evenkeel.rollout.stacks import own_job, stacks_of
 
@@ -37,7 +37,7 @@ class StackCollector:
     def __init__(self, folder: RunFolder, notify: Notify) -> None:
         """Args: notify: takes level and sentence, in the event loop."""
         self._folder, self._notify = folder, notify
-        self._number = max((int(path.stem) for path in collections(folder.path)), default=0)
+        self._number = next_number(folder.path) - 1
         self._last_s = -_LEAST_APART_S
         # Kind of wait (what is said of it, without numbers) -> when it may have the next collection, and how many it has had.
         self._next: dict[str, tuple[float, int]] = {}

@@ -37,7 +37,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evenkeel.engines.machine import CONTEXT, LEAST_OF_CACHE, engine_budget, outside_cache
+from evenkeel.engines.machine import CACHED, CONTEXT, LEAST_OF_CACHE, engine_budget, outside_cache
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.hf.families import FEED_FORWARD_NORM_AFTER, INPUT_NORM
 from evenkeel.plan.shape import BYTES_OF, ModelShape
@@ -327,8 +327,8 @@ def head_bytes(shape: ModelShape, config: LearnerConfig, tokens: int, *, has_ent
 
 
 def _second_table(config: LearnerConfig, table: int) -> int:
-    """Numbers of the second table of a chunk that are there at a time: on a CPU a part of it (CACHED in learner/training/logprobs.py)."""
-    return min(table, 1 << 21) if config.device == "cpu" and config.tensor_parallel == 1 else table
+    """Numbers of the second table of a chunk that are there at a time: on a CPU a part of it."""
+    return min(table, CACHED) if config.device == "cpu" and config.tensor_parallel == 1 else table
 
 
 def head_forward_bytes(shape: ModelShape, config: LearnerConfig, tokens: int) -> int:

@@ -25,12 +25,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from evenkeel.engines.machine import CACHED
 from evenkeel.engines.operators import head_logits, log_softmax
 
 _Values = tuple[Tensor, Tensor, Tensor]
-CACHED = 1 << 21
-"""Numbers of a chunk's table that a CPU takes through all steps of a softmax before it takes the next ones: they stay in its cache, and no
-second table is mapped anew for each chunk, whose pages would take longer than the exponentials."""
 
 
 def head_logprobs(

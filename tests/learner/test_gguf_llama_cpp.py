@@ -52,6 +52,5 @@ def test_the_real_model_s_logits_and_token_ids_are_those_of_llama_cpp(tmp_path: 
     with torch.no_grad():
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(torch.tensor([ids])).logits[0].numpy()
     expected = logits_of_llama_cpp(gguf_file(), ids)
-    print(np.sqrt(np.mean((found - expected) ** 2)) / expected.std(), np.mean(found.argmax(1) == expected.argmax(1)))
     assert np.sqrt(np.mean((found - expected) ** 2)) < 0.1 * expected.std()
     assert np.mean(found.argmax(1) == expected.argmax(1)) > 0.8
