@@ -59,7 +59,9 @@ def draw_origins(measured: Measured, path: Path) -> None:
     """Write a PNG: shares of the operators, staleness beside mismatch, what presets drop, what batch normalisation takes away."""
     with rc_context(STYLE):
         figure = Figure(figsize=(11, 7), layout="constrained")
-        (shares, staleness), (dropped, factors) = figure.subplots(2, 2)
+        has_staleness = f"version-{tables.STEPS}" in measured.first
+        panels = figure.subplot_mosaic([["shares", "staleness" if has_staleness else "shares"], ["dropped", "factors"]])
+        shares, dropped, factors = (panels[name] for name in ("shares", "dropped", "factors"))
         known = [one for one in OPERATORS if measured.has([one])]
         bars(shares, [tables.removed(measured, [one]) for one in known], COLOURS[0], "gone, aligned alone", -0.2)
         but_one = [[other for other in OPERATORS if other != one] for one in known]
@@ -68,8 +70,8 @@ def draw_origins(measured: Measured, path: Path) -> None:
         shares.set_xticks(range(len(known)), [tables.NAMES[one] for one in known], rotation=20)
         shares.yaxis.set_major_formatter(PercentFormatter(1.0))
         shares.set_ylabel("share of the k3")
-        if f"version-{tables.STEPS}" in measured.first:
-            rows = tables.staleness_rows(measured)
+        if has_staleness:
+            staleness, rows = panels["staleness"], tables.staleness_rows(measured)
             points(
                 staleness, [(str(step), row[0]) for step, row in enumerate(rows) if step], COLOURS[2], "staleness alone", lambda one: one.k3
             )
@@ -82,13 +84,12 @@ def draw_origins(measured: Measured, path: Path) -> None:
             )
             staleness.set(yscale="log", xlabel="staleness, versions", ylabel="k3, nats (sums)")
             staleness.legend(frameon=False)
-        else:
-            staleness.remove()
         found = tables.treatments(measured)
         same = {name: cases[0] for name, cases in found.items()}
         stale = {name: cases[1] for name, cases in found.items() if cases[1]}
-        bars(dropped, [tables.over_batches([one.dropped for one in cases]) for cases in same.values()], COLOURS[0], "same weights", -0.2)
-        bars(factors, [tables.over_batches([one.weight for one in cases]) for cases in same.values()], COLOURS[0], "same weights", -0.2)
+        middle = -0.2 if stale else 0.0
+        bars(dropped, [tables.over_batches([one.dropped for one in cases]) for cases in same.values()], COLOURS[0], "same weights", middle)
+        bars(factors, [tables.over_batches([one.weight for one in cases]) for cases in same.values()], COLOURS[0], "same weights", middle)
         if stale:
             of_stale = f"sums, staleness {tables.STEPS}"
             bars(dropped, [tables.over_batches([one.dropped for one in cases]) for cases in stale.values()], COLOURS[1], of_stale, 0.2)
@@ -98,7 +99,7 @@ def draw_origins(measured: Measured, path: Path) -> None:
         factors.set_ylabel("mean factor on a token's gradient")
         for axes in (dropped, factors):
             axes.set_xticks(range(len(found)), list(found), rotation=35, ha="right")
-        for axes in (shares, dropped, factors):
+        for axes in (shares, dropped, factors)[: 3 if stale else 1]:  # else one kind of bar
             axes.legend(frameon=False)
         figure.savefig(path, dpi=110, metadata={"Software": None})
 
