@@ -49,7 +49,7 @@ train: .venv/installed  ## set up .venv, make the nano model, train it by async 
 # Three processes on two cores: one in three waits, for Ray, for an engine, for a deadline. Byte code is kept, or each of some 40 processes
 # would make it anew.
 # After `make gpu` GPUs are hidden: these tests compare bits and start several ranks, on a CPU; `make test-gpu` has those for a GPU.
-test: .venv/installed  ## set up .venv, run the test suite (6 to 8 minutes on 2 cores)
+test: .venv/installed  ## set up .venv, run the test suite (6 to 13 minutes on 2 cores)
 	$(HIDE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3
 
 test-gpu: .venv/installed-gpu  ## after make gpu: what only a GPU can compute, on one GPU (docs/gpu.md; some minutes)
