@@ -7,7 +7,7 @@ ON := env $$(test -e .venv/installed-gpu || echo CUDA_VISIBLE_DEVICES=)
 HIDE := env $$(test ! -e .venv/installed-gpu || echo CUDA_VISIBLE_DEVICES=)
 CHECK_PYTHON := import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 13) else f"evenkeel needs Python 3.11 or 3.12 (found {v.major}.{v.minor}): make PYTHON=python3.12 ...")
 
-.PHONY: help train gpu test test-gpu smoke test-slow lint bench verl docs clean
+.PHONY: help train gpu test test-gpu smoke test-slow lint bench verl docs site clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -49,7 +49,7 @@ train: .venv/installed  ## set up .venv, make the nano model, train it by async 
 # Three processes on two cores: one in three waits, for Ray, for an engine, for a deadline. Byte code is kept, or each of some 40 processes
 # would make it anew.
 # After `make gpu` GPUs are hidden: these tests compare bits and start several ranks, on a CPU; `make test-gpu` has those for a GPU.
-test: .venv/installed  ## set up .venv, run the test suite (6 to 13 minutes on 2 cores)
+test: .venv/installed  ## set up .venv, run the test suite (8 to 20 minutes on 2 cores)
 	$(HIDE) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3
 
 test-gpu: .venv/installed-gpu  ## after make gpu: what only a GPU can compute, on one GPU (docs/gpu.md; some minutes)
@@ -78,6 +78,11 @@ verl: .venv/installed  ## a virtual environment in VERL=FOLDER with what the ben
 docs: .venv/installed  ## write the generated parts of docs/ anew
 	$(BIN)/python -m evenkeel.actors.metrics > docs/metrics.new && mv docs/metrics.new docs/metrics.md
 	$(BIN)/python docs/generate.py
+	PYTHONPATH=. $(BIN)/python deploy/grafana/board.py
+
+site: .venv/installed  ## build the documentation as a site, into build/site; warnings are errors
+	$(BIN)/sphinx-build -q -E --fail-on-warning -c docs . build/site
+	@echo "the site is in build/site: open build/site/index.html"
 
 clean:  ## remove .venv, models and caches; runs/ stays
 	rm -rf .venv models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

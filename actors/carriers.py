@@ -6,8 +6,9 @@ Frozen: nothing is changed after it was handed over, and tensors are read-only b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from evenkeel.correction.early_warning.monitor import Event, State
     from evenkeel.engines.agreement import Processor
     from evenkeel.engines.weights import WeightSpec
+    from evenkeel.learner.results import StepResult
     from evenkeel.rollout.config import RolloutConfig
     from evenkeel.rollout.trajectory import AnswerFacts, AnswerPlace, GroupFacts, Prompt, UnfinishedGroup
 
@@ -38,6 +40,16 @@ class DiscardReason(StrEnum):
     FAILED = "no usable answer"
     """Found by the rollout pool, like the next one."""
     LOST = "lost with several engines"
+
+
+class PoolFailure(StrEnum):
+    """What failed in the rollout pool; failures are counted by it. What follows from each says actors/pool/faults.py."""
+
+    ENGINE_LOST = "engine_lost"
+    START_FAILED = "start_failed"
+    REQUEST_FAILED = "request_failed"
+    UNREACHED = "unreached"
+    """A worker could not be reached for half a minute, though it lives."""
 
 
 class ScalingCause(StrEnum):
@@ -202,8 +214,14 @@ class Observation:
     """Tokens that the objective clipped most often in this batch, as (token id, how often), by "positive" and "negative" advantage."""
     late_s: float = 0.0
     """Seconds by which the service's event loop was late, 99th percentile since the last observation."""
+    told: LaneReport | None = None
+    """What the service has done since the last observation."""
+    info: ActorInfo | None = None
+    """Where the service's own numbers are."""
     monitor: dict[str, Any] = field(default_factory=dict)
     """What the monitor knows after this batch (Monitor.state_dict)."""
+    tokens: TokenSample | None = None
+    """Some of its trajectories, token by token; None: none are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +252,69 @@ class ScatterSample:
         if kinds != ["f", "f", "i", "i"] or shapes != {(found["step"].size,)}:
             raise ValueError(f"its arrays have the types {kinds} and the shapes {shapes}")
         return cls(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownAnswer:
+    """What people are told of an answer whose tokens are kept."""
+
+    group: int
+    """Id of its group; of held-out questions their number."""
+    answer: int
+    """Its number in the group, from 0."""
+    prompt_id: str
+    question: str
+    expected: str
+    """What the reward function compares with."""
+    reward: float | None
+    reward_components: dict[str, float]
+    finish_reason: str
+    error: str | None
+    left_out_tokens: int = 0
+    """Tokens at its end that are not kept, because it is very long."""
+    sequence: int = 0
+    """Number of the sequence among those of the answer, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """Some trajectories of a batch or of an evaluation, token by token: n tokens of s sequences, end to end."""
+
+    version: int
+    """The learner's, from which the batch's update starts; of an evaluation, the newest that answered."""
+    answers: tuple[ShownAnswer, ...]
+    """[s]"""
+    offsets: np.ndarray
+    """[s + 1] int64."""
+    columns: dict[str, np.ndarray]
+    """[n] each, by name: token_ids, turns, versions (int32), sampled (bool); behavior, proximal, target logprobs (nats), entropy (nats),
+    advantage, importance_weight, coefficient (float32, NaN where not known); kept, clipped, is_cut (bool), dropped_by (uint8), as
+    correction/diagnostics/reasons.py says. An evaluation has the first five. Where a correction asks for them there are at_sampling
+    logprobs, of the learner at the weights that sampled; where tokens are drawn from kept sets, the sizes of these as kept_set (int32, 0:
+    the whole vocabulary)."""
+    labels: tuple[str, ...] = ()
+    """What dropped_by counts, from 1."""
+
+    def save(self, path: Path, groups: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Write it as .npz. Args: groups: what is told of all groups of the batch, as JSON has it."""
+        facts = {"version": self.version, "answers": [asdict(one) for one in self.answers], "labels": self.labels, "groups": groups}
+        told = np.frombuffer(json.dumps(facts).encode(errors="backslashreplace"), dtype=np.uint8)
+        with path.open("wb") as file:
+            arrays: dict[str, Any] = {f"column/{name}": values for name, values in self.columns.items()}
+            np.savez_compressed(file, facts=told, offsets=self.offsets, **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[TokenSample, list[dict[str, Any]]]:
+        """Read what `save` wrote: the sample, and what it says of the groups. Raises: ValueError, KeyError or TypeError for other contents;
+        an error of numpy, zipfile or zlib for a damaged file."""
+        with np.load(path, allow_pickle=False) as file:
+            facts = json.loads(file["facts"].tobytes())
+            columns = {name.removeprefix("column/"): file[name] for name in file.files if name.startswith("column/")}
+            offsets = file["offsets"]
+        answers = tuple(ShownAnswer(**one) for one in facts["answers"])
+        if {len(values) for values in columns.values()} != {int(offsets[-1])} or len(offsets) != len(answers) + 1:
+            raise ValueError("its arrays have other lengths than its offsets say")
+        return cls(int(facts["version"]), answers, offsets, columns, tuple(facts["labels"])), list(facts["groups"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +379,8 @@ class WorkerSettings:
     """The run's section."""
     model: Path
     """Folder with config and tokenizer; the weights come from the learner."""
-    sample: Prompt
-    """A prompt on which the reward function is tried when a worker starts, so that its errors show then."""
+    samples: tuple[Prompt, ...]
+    """A prompt of each task, on which its reward function is tried when a worker starts, so that its errors show then."""
     bind: str
     """metrics.bind."""
     resource: str
@@ -316,7 +397,7 @@ class WorkerSettings:
     @property
     def has_wide_fields(self) -> bool:
         """Whether groups have wide fields: many values a token (correction/wide.py)."""
-        return self.topk > 0 or self.rollout.engine.return_routed_experts
+        return self.topk > 0 or self.rollout.engine.return_routed_experts or self.rollout.sampling.is_partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +439,46 @@ class WaitNotice:
 
     def __str__(self) -> str:
         return f"waiting {self.seconds} s for {self.what}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a process did for a while."""
+
+    what: str
+    """In a word: docs/how_it_works.md lists them."""
+    begin: float
+    """Unix time, seconds, by the clock of its process."""
+    end: float
+    """The same."""
+    version: int | None = None
+    """Version of the weights that it was about, or started from; None: of no one version."""
+    group: int | None = None
+    """Id of the one group that it was about."""
+    why: str | None = None
+    """What was waited for, which of several kinds it was, or the class of the error that ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneReport:
+    """What a process has done since its last report (actors/processes/lane.py)."""
+
+    lane: str
+    """"driver", "worker-0", "rank-0", "service"."""
+    now: float
+    """Unix time, seconds, by its own clock, as it made the report."""
+    spans: tuple[Span, ...]
+    """In the order in which they ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """What a rank says of a training step."""
+
+    result: StepResult | None
+    """Without per-token values; rank 0's alone."""
+    told: LaneReport
+    """What the rank has done since the last step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +24,11 @@ from evenkeel.correction.early_warning.monitor import MonitorConfig
 from evenkeel.correction.early_warning.replacement import check_replaceable, reason_of, switched, tightened
 from evenkeel.correction.errors import ConfigError, counted
 from evenkeel.correction.settings.base import Settings
-from evenkeel.correction.settings.schedule import fold_obstacle, needs_reference_logprobs
+from evenkeel.correction.settings.schedule import fold_obstacle, needs_logprobs_at_sampling, needs_reference_logprobs
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.hf.nano import NanoModelConfig
 from evenkeel.learner.warmup import WarmupConfig
-from evenkeel.rollout.config import AnswerSampling, RolloutConfig
+from evenkeel.rollout.config import MODULE_AND_NAME, AnswerSampling, RolloutConfig
 
 OnDifference = Literal["stop", "correct"]
 """What becomes of a run at the first token whose bits differ: see RunConfig.true_on_policy_on_difference."""
@@ -151,7 +152,7 @@ class EvaluationConfig(AnswerSampling):
     """Held-out questions of evaluations in between, which share the engines with training."""
     correct_at: float = 1.0
     """A reward of at least this counts as a right answer. For a reward that gives right answers less, or wrong ones as much, set what tells
-    them apart."""
+    them apart. One of several tasks may have another one (its correct_at)."""
 
 
 class CheckpointConfig(Settings):
@@ -215,6 +216,9 @@ class DeadlinesConfig(Settings):
         return 3 * self.checkpoint_s
 
 
+_VIEWS = ("tensorboard", "wandb", "mlflow")
+
+
 class MetricsConfig(Settings):
     """Where numbers go besides the run folder."""
 
@@ -222,20 +226,37 @@ class MetricsConfig(Settings):
     """Address that the Prometheus endpoints listen on. "node": each node's own, as Ray knows it; of a private cluster that is 127.0.0.1."""
     discovery_port: int = Field(default=0, ge=0, le=65535)
     """Port of the controller's HTTP service discovery for Prometheus; 0: any free one, written to the run's events."""
-    wandb_project: str | None = Field(default=None, max_length=128)
-    """Weights & Biases project; empty: off. Needs the extra "wandb". The variable WANDB_ENTITY says whose it is."""
+    views: tuple[str, ...] = ("tensorboard",)
+    """What else shows the numbers: tensorboard, wandb and mlflow (extras of those names), or module:function of your own, which returns a
+    Tracker (actors/record/metric_views.py). Projects and keys of trackers are their own environment variables', such as WANDB_API_KEY."""
     trajectories_per_step: int = Field(default=4, ge=0)
-    """Number of groups in each step from which one trajectory is saved as text."""
+    """Number of groups in each step of which samples are kept: one trajectory of each of the first ones as text, and all trajectories of as
+    many drawn at random token by token, for `evenkeel dashboard`; of an evaluation's answers the first. 0: none."""
 
-    @field_validator("wandb_project")
+    @field_validator("views")
     @classmethod
-    def _is_a_name_that_wandb_takes(cls, project: str | None) -> str | None:
-        if refused := sorted(set(project or "") & set("/\\#?%:")):
-            raise ValueError(
-                f"wandb_project = {project!r}: Weights & Biases takes no {refused[0]} in the name of a project; leave it out (an entity is "
-                "set in the environment, WANDB_ENTITY)"
-            )
-        return project
+    def _are_known(cls, views: tuple[str, ...]) -> tuple[str, ...]:
+        for view in views:
+            if view not in _VIEWS and not MODULE_AND_NAME.fullmatch(view):
+                near = difflib.get_close_matches(view, _VIEWS, n=1)
+                meant = f"Did you mean {near[0]}?" if near else f"Take one of {', '.join(_VIEWS)}, or MODULE:FUNCTION of your own"
+                raise ValueError(f"views has {view!r}, which is no view. {meant}")
+        return tuple(dict.fromkeys(views))
+
+
+class LengthDecayConfig(Settings):
+    """A learning rate that falls when answers grow long: their growth announces the collapse of long runs (arXiv 2602.01826, whose own rule
+    is in a figure; so the numbers are yours)."""
+
+    above: float = Field(default=2.0, gt=1)
+    """Times the level, from which a batch's answers are long: their mean tokens against the median of those of the steps from which the
+    monitor learns what is usual (thresholds.skip_steps, baseline_steps)."""
+    steps: PositiveInt = 5
+    """Batches in a row that must be so long. Then the rate is multiplied, and again after as many more."""
+    factor: float = Field(default=0.5, gt=0, lt=1)
+    """What it is multiplied by."""
+    least: float = Field(default=0.1, gt=0, lt=1)
+    """Share of the schedule's rate under which it doesn't fall."""
 
 
 class EarlyWarningConfig(Settings):
@@ -252,11 +273,14 @@ class EarlyWarningConfig(Settings):
     """Also compute quantiles and numbers by probability, which show where a symptom sits. This sorts the batch's tokens, in the service,
     while training goes on."""
     split_every: int = Field(default=0, ge=0)
-    """Every so many batches, split the gap of stale tokens exactly into mismatch and staleness; 0: never. A sample of tokens is scored at
-    the weights that sampled it. For that every rank keeps copies of up to max_staleness earlier versions in host memory, and loads each
-    onto its device beside the present weights. Each version takes a forward pass over 16 trajectories, for which the learner waits."""
+    """Every so many batches, split the gap of stale tokens exactly into mismatch and staleness; 0: never, but where the correction tells
+    them apart, of all tokens of every batch. A sample of tokens is scored at the weights that sampled it. For that every rank keeps copies
+    of up to max_staleness earlier versions in host memory, and loads each onto its device beside the present weights. Each version takes a
+    forward pass over 16 trajectories, for which the learner waits."""
     thresholds: MonitorConfig = Field(default_factory=MonitorConfig)
     """Thresholds at which a change becomes a watch or an alarm."""
+    length_decay: LengthDecayConfig | None = None
+    """A learning rate that falls when answers grow long, whatever on_alarm says; null: it doesn't."""
 
     @model_validator(mode="after")
     def _preset_goes_with_its_action(self) -> EarlyWarningConfig:
@@ -354,6 +378,15 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _turns_have_rewards(self) -> RunConfig:
+        if self.correction.advantage.level == "turn" and all(entry.environment is None for entry in self.rollout.entries):
+            raise ValueError(
+                "correction.advantage.level = turn without an environment: nothing returns rewards by turn. Set it to rollout, or "
+                "rollout.environment"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _engines_get_weights_in_time(self) -> RunConfig:
         every = self.weight_sync.every_steps
         if every > self.max_staleness + 1:
@@ -387,8 +420,8 @@ class RunConfig(Settings):
 
     @property
     def earlier_weights(self) -> int:
-        """Copies of its weights at earlier versions that a rank keeps in host memory (monitor.split_every)."""
-        return self.max_staleness if self.monitor.split_every else 0
+        """Copies of its weights at earlier versions that a rank keeps in host memory, for the correction or monitor.split_every."""
+        return self.max_staleness if self.monitor.split_every or needs_logprobs_at_sampling(self.correction) else 0
 
     @property
     def loads_other_weights(self) -> bool:
@@ -399,6 +432,12 @@ class RunConfig(Settings):
     def logical_cpus(self) -> int:
         """CPUs of a private cluster: one for each rank and each rank of an engine, and one."""
         return self.ray.num_cpus or self.rollout.most_workers * self.rollout.engine.tensor_parallel + self.learner.world_size + 1
+
+    @property
+    def correct_at(self) -> dict[str, float]:
+        """Reward of a right answer, by the name of its task; that of a run's only task is empty."""
+        run = self.evaluation.correct_at
+        return {entry.name: run if entry.correct_at is None else entry.correct_at for entry in self.rollout.entries}
 
     @property
     def needs_reference(self) -> bool:

@@ -39,22 +39,22 @@ class RunBooks:
         state = TrainingState.load(_newest(folder).state)
         entries = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
         settled = [entry["prompt_id"] for entry in entries]
-        under_way = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
+        under_way = [t.prompt.prompt_id for t in state.book.in_flight] + [g.prompt.prompt_id for g in state.book.finished]
         trained = Counter(entry["step"] for entry in entries if entry["outcome"] == TRAINED)
         by_step = tuple(trained[step] for step in range(1, state.step + 1))
         wrong = []
         if twice := [prompt for prompt, times in Counter(settled + under_way).items() if times > 1]:
             wrong.append(f"{len(twice)} prompts are there twice, {twice[:5]} among them")
-        if missing := set(range(state.queue.admitted)) - {_position(prompt) for prompt in settled + under_way}:
-            wrong.append(f"{len(missing)} of {state.queue.admitted} prompts are nowhere, {sorted(missing)[:5]} among them")
-        if len(settled) + len(under_way) != state.queue.admitted:
-            wrong.append(f"{state.queue.admitted} prompts were admitted; {len(settled)} have left, and {len(under_way)} are under way")
+        if missing := set(range(state.book.admitted)) - {_position(prompt) for prompt in settled + under_way}:
+            wrong.append(f"{len(missing)} of {state.book.admitted} prompts are nowhere, {sorted(missing)[:5]} among them")
+        if len(settled) + len(under_way) != state.book.admitted:
+            wrong.append(f"{state.book.admitted} prompts were admitted; {len(settled)} have left, and {len(under_way)} are under way")
         if short := [step for step, groups in enumerate(by_step, 1) if groups != groups_per_step]:
             wrong.append(f"steps {short[:5]} have not {groups_per_step} prompts each")
         if [int(line.step) for line in folder.read_metrics()] != list(range(1, state.step + 1)):
             wrong.append("metrics.jsonl does not have every step once")
         discarded = len(entries) - sum(trained.values())
-        return cls(state.step, state.weight_version, by_step, discarded, len(under_way), state.queue.admitted, tuple(wrong))
+        return cls(state.step, state.weight_version, by_step, discarded, len(under_way), state.book.admitted, tuple(wrong))
 
     def differs_from(self, calm: RunBooks) -> list[str]:
         """What differs between a run with faults and one without, though it must not; empty: nothing."""

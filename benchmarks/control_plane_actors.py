@@ -164,7 +164,7 @@ def _goal(value: float | None) -> str:
 
 def _tell_churn(found: Figures) -> None:
     counts = {name: int(found.counts[f"groups/{name}_total"]) for name in ("admitted", "trained", "discarded")}
-    under_way = int(found.counts["queue/outstanding"])
+    under_way = int(found.counts["groups/outstanding"])
     if counts["admitted"] != counts["trained"] + counts["discarded"] + under_way:
         raise SystemExit(f"prompts were lost: {counts}, and {under_way} under way")
     print(

@@ -7,6 +7,8 @@ The pass is preset mis-full (truncated weights, rejection, veto, batch normalisa
 (lengths log-uniform from 16 to 16384) and on one of equal lengths. verl gets the same batch padded, with token truncation at 2, batch
 normalisation and token_k1 rejection from 0.5 to 2; it has no veto. All contestants take turns in one run, so that
 a busy machine hits all of them; ratios are of their best times, and of their medians.
+
+    python benchmarks/correction_pass.py --every-preset             # each preset's pass against the copy, on the ragged batch
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import math
 import statistics
 import sys
 import tempfile
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.sides import Peer, in_turns, options, seconds_of
-from evenkeel.correction import CorrectionConfig, PackedBatch, correct, diagnose, to_padded
+from evenkeel.correction import PRESETS, CorrectionConfig, PackedBatch, correct, diagnose, needs_topk, to_padded
 
 SHORTEST, LONGEST, EQUAL = 16, 16384, 2048
 VERL_NEEDS = ("torch==2.13.0", "numpy", "omegaconf", "packaging", "ray", "tensordict==0.10.0", "transformers<5.11", "codetiming", "orjson")
@@ -82,9 +86,9 @@ def tensors_of(batch: PackedBatch) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def full_pass(batch: PackedBatch) -> dict[str, float]:
+def full_pass(batch: PackedBatch, config: CorrectionConfig = CONFIG) -> dict[str, float]:
     """What is timed."""
-    return diagnose(batch, correct(batch, CONFIG))
+    return diagnose(batch, correct(batch, config))
 
 
 @contextmanager
@@ -165,6 +169,40 @@ def _check_same_answer(verl: dict[str, float], ours: dict[str, float]) -> None:
             raise SystemExit(f"verl's {theirs} = {verl[theirs]}, ours = {ours[name]}: the two did not do the same work")
 
 
+def every_preset(arguments: argparse.Namespace) -> None:
+    """Print the ratio of each preset's pass to a copy of its inputs, the largest first. What the target policy decides isn't in a pass.
+
+    In processor time, so that a machine that is busy with other things makes the ratios coarse, and not another's.
+    """
+    configs = {name: CorrectionConfig(preset=name) for name in PRESETS}
+    batch = make_batch(lengths_of("ragged", arguments.tokens), 0)
+    stale = batch.weight_versions < batch.learner_version
+    batch = replace(batch, at_sampling_logprobs=torch.where(stale, batch.proximal_logprobs, torch.nan))
+    k = max(map(needs_topk, configs.values()))
+    ids = torch.arange(k).repeat(batch.num_tokens, 1)
+    batches = {0: batch, k: replace(batch, topk_ids=ids, topk_logprobs=torch.full(ids.shape, -4.0))}
+    buffers = {name: torch.empty_like(value) for name, value in tensors_of(batches[k]).items()}
+
+    def processor_seconds(action: Callable[[], object]) -> float:
+        began = time.process_time()
+        action()
+        return time.process_time() - began
+
+    def copy(own: PackedBatch) -> None:
+        for name, value in tensors_of(own).items():
+            buffers[name].copy_(value)
+
+    sides = {f"copy {count}": lambda _, own=own: processor_seconds(lambda: copy(own)) for count, own in batches.items()}
+    for name, config in configs.items():
+        sides[name] = lambda _, config=config: processor_seconds(lambda: full_pass(batches[needs_topk(config)], config))
+    with warnings.catch_warnings(action="ignore"):  # of bands that leave out nearly all of this batch
+        seconds = in_turns(sides, arguments.rounds, warm_up=1)
+    ratios = {name: min(seconds[name]) / min(seconds[f"copy {needs_topk(config)}"]) for name, config in configs.items()}
+    for name, ratio in sorted(ratios.items(), key=lambda one: -one[1]):
+        print(f"  {name:26s} {ratio:5.1f} times a copy of the inputs")
+    print(f"wanted: at most {COPY_LIMIT:g}; inputs of presets that need them hold {k} top-K logprobs a token")
+
+
 def profile(arguments: argparse.Namespace) -> None:
     """Print peak memory beyond the inputs, from the profiler's record of every allocation, and the five largest costs."""
     batch = make_batch(lengths_of("ragged", arguments.tokens), 0)
@@ -190,9 +228,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2**20)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--every-preset", action="store_true", help="each preset's pass against the copy, and nothing else")
     arguments = VERL.parse(parser)
     torch.set_num_threads(arguments.threads)
     print(f"torch {torch.__version__}, {arguments.threads} threads, one process, {arguments.rounds} rounds in turn")
+    if arguments.every_preset:
+        every_preset(arguments)
+        return
     for kind in LIMITS:
         measure(kind, arguments)
     profile(arguments)

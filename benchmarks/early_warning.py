@@ -363,6 +363,95 @@ def by_signal(runs: Sequence[RecordedRun]) -> str:
     return "\n".join(lines)
 
 
+# -- audit or warning ----------------------------------------------------------------------------------------------------
+
+# The question of pytorch/rl issue 3984, whose author found that detectors of this kind audit a run that has gone wrong, and do not warn of
+# it at a usable rate of false alarms; and the protocol of that author's Flight Recorder (evaluator.py): a warning counts by its lead to the
+# turn, the first step at which a CUSUM of the held-out reward fires; false alarms are those in runs in which nothing goes wrong.
+
+CUSUM_WARM_UP, CUSUM_SLACK, CUSUM_LIMIT = 10, 0.5, 3.0
+"""Steps from which its mean and deviation are, and in deviations what a step may fall for nothing, and what all falls may add up to."""
+LEAST_LEAD = 5
+"""Steps in which an action on a warning could still do something: those by which our weights on their way are old, and some."""
+
+
+def cusum_turn(outcome: Sequence[float], warm_up: int = CUSUM_WARM_UP) -> int | None:
+    """First step at which the reward has turned down, by Page's cumulative sum. None: never."""
+    if len(outcome) <= warm_up:
+        return None
+    mean, deviation = statistics.fmean(outcome[:warm_up]), statistics.pstdev(outcome[:warm_up]) + 1e-6
+    total = 0.0
+    for step in range(warm_up, len(outcome)):
+        total = max(0.0, total + (mean - outcome[step]) / deviation - CUSUM_SLACK)
+        if total > CUSUM_LIMIT:
+            return step
+    return None
+
+
+def turn_of(run: RecordedRun) -> int | None:
+    """The earlier one of that turn and of the step at which the reward is visibly under its best (reward_falls): a reward that has grown
+    stays above its start for long after it has turned."""
+    found = [step for step in (cusum_turn(run.outcome), reward_falls(run)) if step is not None]
+    return min(found, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What a system's warnings were worth, by runs."""
+
+    failed: int
+    """Runs that collapsed."""
+    flagged: int
+    """Of these: with a warning at any time since the onset."""
+    leads: tuple[int, ...]
+    """Of the flagged: steps from the first such warning to the turn; 0 or less: it came no earlier than the reward's own."""
+    clean: int
+    """Runs that didn't collapse."""
+    disturbed: int
+    """Of these: with a warning."""
+
+    @classmethod
+    def of(cls, runs: Sequence[RecordedRun], warnings: Sequence[Sequence[Warned]]) -> Audit:
+        failed, leads, clean, disturbed = 0, [], 0, 0
+        for run, said in zip(runs, warnings, strict=True):
+            if run.collapse is None:
+                clean, disturbed = clean + 1, disturbed + bool(said)
+                continue
+            failed += 1
+            since, turn = [one.step for one in said if one.step >= (run.onset or 0)], turn_of(run)
+            if since:
+                leads.append((run.collapse if turn is None else turn) - min(since))
+        return cls(failed, len(leads), tuple(leads), clean, disturbed)
+
+    def warned(self, lead: int = 1) -> int:
+        """Failed runs with a warning so many steps before the turn, or more."""
+        return sum(one >= lead for one in self.leads)
+
+    def row(self, name: str) -> str:
+        middle = half_steps(statistics.median(self.leads)) if self.leads else ""
+        counts = f"{self.flagged} of {self.failed} | {self.warned()} | {self.warned(LEAST_LEAD)} | {middle}"
+        return f"| {name} | {counts} | {self.disturbed} of {self.clean} |"
+
+
+def audited(runs: Sequence[RecordedRun], systems: Mapping[str, System], fitted: Sequence[int], scored: Sequence[int]) -> str:
+    """Each system as shipped, and with the thresholds by which it warns of most collapses of the fitted runs before their turn while it
+    disturbs none of these that is clean."""
+    lines = [
+        f"| system | flagged at all | before the turn | {LEAST_LEAD} steps before it | median lead to it | clean runs with a warning |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, system in systems.items():
+
+        def rank(setting: Setting, system: System = system) -> tuple[float, ...]:
+            found = Audit.of(of(runs, fitted), of(system(setting), fitted))
+            return (-found.disturbed, found.warned(), sum(found.leads), -abs(math.log(setting.threshold)) - abs(math.log(setting.time)))
+
+        for setting in dict.fromkeys((Setting(), max(CANDIDATES, key=rank))):
+            title = f"{name}, {'as shipped' if setting == Setting() else setting}"
+            lines.append(Audit.of(of(runs, scored), of(system(setting), scored)).row(title))
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--series", type=Path, default=SERIES)
@@ -384,6 +473,9 @@ def main() -> None:
                 print(f"\n{name}, as shipped, said first: {first_words(of(runs, scored), of(system(Setting()), scored))}")
     print(f"\none signal at a time, odd seeds, thresholds from the even ones:\n\n{signals_scored(runs, fitted, held_out)}")
     print(f"\nsteps from the onset to the first watch, one signal at a time:\n\n{by_signal(runs)}")
+    alone_of = {signal: functools.cache(functools.partial(alone, runs, signal)) for signal in SIGNALS}
+    scored = [*held_out, *fresh]
+    print(f"\naudit or warning, odd and fresh seeds:\n\n{audited(runs, {**systems, **alone_of}, fitted, scored)}")
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ class ElasticRun:
     def balance(self) -> dict[str, float]:
         """The counts of the last step."""
         last = steps_of(self.run_dir)[-1]
-        names = ("groups/admitted_total", "groups/trained_total", "groups/discarded_total", "queue/outstanding")
+        names = ("groups/admitted_total", "groups/trained_total", "groups/discarded_total", "groups/outstanding")
         return {name: last[name] for name in names} | {"handed back": last.get("pool/handed_back_total", 0.0)}
 
 

@@ -23,11 +23,11 @@ from benchmarks.mismatch_numbers import Interval, Sampled
 from benchmarks.mismatch_operators import OPERATORS
 from benchmarks.real_mismatch import rounds
 from benchmarks.sides import ROOT, options
-from evenkeel.report.plots import COLOURS
 
 if TYPE_CHECKING:
     from benchmarks.mismatch_tables import Measured
 
+COLOURS = ("#3a7fc1", "#dd7a2b", "#3c9c63", "#a05cb8")
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd"}
 
 

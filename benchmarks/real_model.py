@@ -110,10 +110,10 @@ def prompts_of(model: Path, rows: list[dict[str, str]]) -> list[list[int]]:
 
 
 @contextmanager
-def engine_side(model: Path, threads: int) -> Iterator[Side]:
+def engine_side(model: Path, dtype: str, threads: int) -> Iterator[Side]:
     """evenkeel's engine."""
     loop = BackgroundLoop()
-    engine = loop.run(RolloutEngine.start(model, EngineConfig(device="cpu", threads=threads, context_length=256), name="engine"))
+    engine = loop.run(RolloutEngine.start(model, EngineConfig(device="cpu", dtype=dtype, threads=threads, context_length=256)))
 
     async def ask(prompts: list[list[int]], samples: int, seed: int) -> int:
         seeds = [seed * 1000 + number for number in range(samples)]
@@ -130,11 +130,11 @@ def engine_side(model: Path, threads: int) -> Iterator[Side]:
         loop.stop()
 
 
-def generate_side(model: Path) -> Side:
+def generate_side(model: Path, dtype: str) -> Side:
     """transformers' generate."""
     import transformers
 
-    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     settings = transformers.GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_TOKENS,
         eos_token_id=policy.generation_config.eos_token_id, pad_token_id=policy.config.pad_token_id or 0,
@@ -168,8 +168,8 @@ def llama_side(ask: Callable[[Any], Any], gguf: Path, weights: str, threads: int
     return Side(sample, ask(settings | {"prompts": [], "samples": 1, "seed": 0})["process"])
 
 
-def rollout(sides: dict[str, Side], model: Path, prompts: list[list[int]], turns: int, rows: list[int]) -> list[str]:
-    """Print a table; return what misses its goal."""
+def rollout(sides: dict[str, Side], model: Path, prompts: list[list[int]], turns: int, rows: list[int], dtype: str) -> list[str]:
+    """Print a table; return what misses its goal. Args: dtype: whose limit is printed."""
     missed = []
     print(f"rollout: prompts of {statistics.fmean(map(len, prompts)):.0f} tokens, answers of up to {MAX_TOKENS}", flush=True)
     fresh = iter(prompts)
@@ -181,7 +181,7 @@ def rollout(sides: dict[str, Side], model: Path, prompts: list[list[int]], turns
         clock = {name: [one.by_clock for one in each] for name, each in spent.items()}
         processor = {name: [one.by_processor for one in each] for name, each in spent.items()}
         rates = ", ".join(f"{name} {1 / statistics.median(values):,.1f}" for name, values in clock.items())
-        print(f"{requests:>4} at a time, tokens/s: {rates}; limit {limit(model, requests):,.0f}", flush=True)
+        print(f"{requests:>4} at a time, tokens/s: {rates}; limit {limit(model, requests, getattr(torch, dtype)):,.0f}", flush=True)
         for name in list(sides)[1:]:
             ratio, used = (TimeRatio.of(each[name], each["evenkeel"]) for each in (clock, processor))
             print(f"    times {name:20s} {ratio}, processor time {used}" + f", goal {goal:g}" * (name == "generate"), flush=True)
@@ -202,20 +202,19 @@ def weights_of(model: Path) -> tuple[int, int]:
     return config["num_hidden_layers"] * (of_attention + 3 * hidden * inner), config["vocab_size"] * hidden
 
 
-def speeds() -> tuple[float, float]:
+def speeds(dtype: torch.dtype) -> tuple[float, float]:
     """Bytes a second that products with one row read, and operations a second of products of 1,024 rows; the fastest of five."""
-    matrix, row = torch.randn(49152, 576), torch.randn(1, 576)
-    rows = torch.randn(1024, 576)
+    matrix, row, rows = (torch.randn(count, 576, dtype=dtype) for count in (49152, 1, 1024))
     read = min(seconds_of(lambda: row @ matrix.t()) for _ in range(5))
     computed = min(seconds_of(lambda: rows @ matrix.t()) for _ in range(5))
-    return 4 * matrix.numel() / read, 2 * matrix.numel() * 1024 / computed
+    return matrix.nbytes / read, 2 * matrix.numel() * 1024 / computed
 
 
-def limit(model: Path, requests: int) -> float:
+def limit(model: Path, requests: int, dtype: torch.dtype) -> float:
     """Tokens a second of a decode step that does nothing but read each weight once and multiply by it, whichever takes longer."""
     weights = sum(weights_of(model))
-    bytes_a_second, operations_a_second = speeds()
-    return requests / max(4 * weights / bytes_a_second, 2 * weights * requests / operations_a_second)
+    bytes_a_second, operations_a_second = speeds(dtype)
+    return requests / max(dtype.itemsize * weights / bytes_a_second, 2 * weights * requests / operations_a_second)
 
 
 # -- learner -------------------------------------------------------------------------------------------------------------
@@ -227,14 +226,14 @@ def operations(model: Path, computed: int, with_logits: int) -> float:
     return 6.0 * (of_layers * computed + of_head * with_logits)
 
 
-def learner(model: Path, batch: PackedBatch, turns: int, threads: int, trl: Callable[[], list[float]] | None) -> list[str]:
+def learner(model: Path, batch: PackedBatch, turns: int, *, dtype: str, threads: int, trl: Callable[[], list[float]] | None) -> list[str]:
     """Print a table; return what misses its goal. Args: trl: seconds of its training in each of some steps."""
-    rank = LearnerRank(LearnerConfig(device="cpu", threads=threads, **UPDATE))
+    rank = LearnerRank(LearnerConfig(device="cpu", dtype=dtype, threads=threads, **UPDATE))
     rank.load(model)
-    rival = Rival(model, batch)
+    rival = Rival(model, batch, getattr(torch, dtype))
     corrected = defer(replace(batch, behavior_logprobs=rank.logprobs(batch)), CORRECTION)
     ours: dict[str, Callable[[], float]] = {"evenkeel": lambda: rank.step(corrected, CORRECTION, step=0).grad_norm}
-    seconds = measure(ours | {"padded": rival.padded, "one by one": rival.one_by_one}, turns)
+    seconds = measure(ours | {"padded": rival.padded, "one by one": rival.one_by_one}, turns, differ=1e-3 if dtype == "float32" else 0.1)
     rank.close()
     longest, trained = int(batch.lengths.max()), int(batch.loss_mask.sum())
     first = min(int(mask.nonzero()[0]) for mask in batch.loss_mask.split(batch.lengths.tolist()))
@@ -282,6 +281,7 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, metavar="FOLDER", help="virtual environment that has TRL, as peers.py makes it")
     parser.add_argument("--turns", type=int, default=3, help="of each side, in each row; at least 2")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all sides but llama.cpp and TRL")
     parser.add_argument("--check", action="store_true")
     arguments = LLAMA.parse(parser)
     if arguments.llama is not None and arguments.gguf is None:
@@ -291,24 +291,24 @@ def main() -> None:
     prompts, missed = prompts_of(arguments.model, rows), []
     if "rollout" in arguments.part:
         with ExitStack() as stack:
-            sides = {"evenkeel": stack.enter_context(engine_side(arguments.model, arguments.threads))}
-            sides["generate"] = generate_side(arguments.model)
+            sides = {"evenkeel": stack.enter_context(engine_side(arguments.model, arguments.dtype, arguments.threads))}
+            sides["generate"] = generate_side(arguments.model, arguments.dtype)
             if arguments.llama is not None:
                 ends = json.loads((arguments.model / "generation_config.json").read_text())["eos_token_id"]
                 for name, weights in (("llama.cpp", "float32"), ("llama.cpp, 4 bits", "file")):
                     ask = stack.enter_context(LLAMA.start(arguments.llama))
                     ends = [ends] if isinstance(ends, int) else ends
                     sides[name] = llama_side(ask, arguments.gguf, weights, arguments.threads, ends)
-            missed += rollout(sides, arguments.model, prompts, arguments.turns, arguments.requests)
+            missed += rollout(sides, arguments.model, prompts, arguments.turns, arguments.requests, arguments.dtype)
     if "learner" in arguments.part:
-        config = EngineConfig(device="cpu", dtype="float32", threads=arguments.threads, context_length=256)
+        config = EngineConfig(device="cpu", dtype=arguments.dtype, threads=arguments.threads, context_length=256)
         asked = [tuple(prompt) for prompt in prompts[: 64 // SAMPLES]]
         batch = sampled_batch(arguments.model, config, asked, samples=SAMPLES, max_tokens=MAX_TOKENS)
         with tempfile.TemporaryDirectory() as folder:
             trl = None
             if arguments.trl is not None:
                 trl = partial(trl_steps, arguments.trl, arguments.model, rows, arguments.turns, arguments.threads, Path(folder))
-            missed += learner(arguments.model, batch, arguments.turns, arguments.threads, trl)
+            missed += learner(arguments.model, batch, arguments.turns, dtype=arguments.dtype, threads=arguments.threads, trl=trl)
     if arguments.check and missed:
         sys.exit("missed: " + "; ".join(missed))
 

@@ -238,7 +238,8 @@ class ReplayedRun(Controller):
         token_s = shape.step_s / 4 / shape.tokens
         seeds = range(shape.hosts)
         self._pool.hosts = [host.remote(settings, shape.lengths.afresh(seed), token_s, shape.wide) for seed in seeds]
-        self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, [], self.recorder, steps=config.steps)
+        how = {"steps": config.steps, "correct_at": config.correct_at}
+        self._evaluations = Evaluations(config.evaluation, config.deadlines, self._pool, [], self.recorder, **how)
 
     service = property(lambda self: self._source.service)
     learner = property(lambda self: self._learner)

@@ -3,7 +3,7 @@
     python benchmarks/resume.py [--prompts 10000000] [--groups 512] [--keep FOLDER]
 
 For each of the three numbers a run folder is written that is as a killed run leaves it: one prompt a line in ledger.jsonl, one step of
-`--groups` prompts a line in metrics.jsonl (each metric, 12 KB) and in answer_lengths.jsonl, a checkpoint (model, optimizer, queue
+`--groups` prompts a line in metrics.jsonl (each metric, 12 KB) and in answer_lengths.jsonl, a checkpoint (model, optimizer, book
 with two steps of groups under way, half of them finished), one step after it, and torn last lines. What writes them is what writes a run's:
 Ledger, RunFolder, GroupBook, TrainingState, LearnerRank; model and task are the nano recipe's. The book gets its counts at once
 instead of ten million groups one by one.
@@ -35,16 +35,17 @@ from evenkeel.actors.checkpoints.state import TrainingState, open_ledger
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.groups.ledger import Ledger, outstanding_ids
-from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.actors.metrics.catalogue import CATALOGUE
 from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record.run_folder import Checkpoint, RunFolder
 from evenkeel.recipe import as_recipe, load_config
 from evenkeel.resume_point import find_resume_point, with_absolute_paths
+from evenkeel.rollout.prompt_place import PromptPlace
 from evenkeel.rollout.tasks.chat import ChatEncoder
-from evenkeel.rollout.tasks.prompt_place import PromptPlace
-from evenkeel.rollout.tasks.tasks import Task, build_task
+from evenkeel.rollout.tasks.mixture import Mixture
 from evenkeel.rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan, ids_of, logprobs_of
+from evenkeel.task_config import mixture
 
 SAMPLES, ANSWER = 8, 6
 """Answers of a group, and tokens of an answer."""
@@ -108,12 +109,12 @@ def save_checkpoint(folder: RunFolder, config: RunConfig, model: Path, save: Sav
     task = questions(config, model)
     contents = opened(task, steps, config.groups_per_step).contents()
     ledger.compare(contents)
-    queue = QueueSnapshot.of(contents, [one.payload for one in contents.finished])
+    book = BookSnapshot.of(contents, [one.payload for one in contents.finished])
     settings = config.model_dump(mode="json")
     with folder.checkpoint(steps) as checkpoint:
         save(checkpoint)
         mark = ledger.flush()
-        state = TrainingState(steps, steps, 1.0, queue, {}, {}, ledger=mark, data=task.fingerprint, settings=settings)
+        state = TrainingState(steps, steps, 1.0, book, {}, {}, ledger=mark, data=task.fingerprint, settings=settings)
         state.save(checkpoint.state)
 
 
@@ -129,12 +130,12 @@ def _ids(first: int, last: int) -> list[str]:
     return [str(PromptPlace("train", 0, position)) for position in range(first, last)]
 
 
-def questions(config: RunConfig, model: Path) -> Task:
+def questions(config: RunConfig, model: Path) -> Mixture:
     """The run's task, with its prompts as token ids."""
-    return build_task(config.rollout.task, ChatEncoder.of_folder(model, config.rollout.task))
+    return mixture(config, ChatEncoder.of_entries(model, config.rollout))
 
 
-def opened(task: Task, steps: int, groups: int) -> GroupBook:
+def opened(task: Mixture, steps: int, groups: int) -> GroupBook:
     """A book from which so many steps have been trained; two steps of groups are under way, of which the older are finished."""
     book = GroupBook(groups_per_step=groups, max_staleness=1)
     book.version = book.published = steps
@@ -180,7 +181,7 @@ def resume(run: Path) -> Resumed:
             said += steps_without_a_line(folder, point.checkpoint.step)
         with _timed(found, "ledger"):
             ledger = open_ledger(folder.path / "ledger.jsonl", point.state, lambda level, text: said.append((level, str(text))))
-        found.prompts, found.under_way = ledger.flush().lines, len(outstanding_ids(point.state.queue))
+        found.prompts, found.under_way = ledger.flush().lines, len(outstanding_ids(point.state.book))
     found.megabytes = _resident_megabytes("VmHWM") - before
     found.warnings = [text for _, text in said]
     return found
@@ -226,7 +227,7 @@ def main() -> None:
 
     with scratch(arguments.keep) as base:
         config, model = load_config(RunConfig, NANO_RECIPE, []), base / "model"
-        task = build_task(config.rollout.task)
+        task = mixture(config, {})
         assert config.init is not None
         build_nano_model(model, [task.train_prompt(position).text for position in range(2000)], config.init.architecture)
         learner = LearnerRank(LearnerConfig())

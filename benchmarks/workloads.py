@@ -98,7 +98,7 @@ def sampled_batch(model: Path, config: EngineConfig, prompts: Sequence[tuple[int
         return [Group(number, prompt, group, 0) for number, (prompt, group) in enumerate(zip(asked, scored, strict=True))]
 
     groups = asyncio.run(sample())
-    settings = {"learner_version": 0, "overlong": TrainOverlong(), "max_tokens": max_tokens}
+    settings = {"learner_version": 0, "overlong": TrainOverlong(), "max_tokens": {"": max_tokens}}
     return pack_groups(groups, advantage=lambda rewards, _: rewards, **settings).batch
 
 

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from .settings.schedule import (
         check_without_gradient_factor,
         needs_gradient_factor,
+        needs_logprobs_at_sampling,
         needs_proximal_forward,
         needs_step_forward,
         needs_topk,
     )
     from .settling import settle
     from .shards import TOTALS, all_reduce_sum
-    from .terms.advantages import group_advantages
+    from .terms.advantages import group_advantages, turn_advantages
     from .tokens import token_coefficients
 
 __version__ = "0.1.0"
@@ -39,7 +40,7 @@ __version__ = "0.1.0"
 
 # Module of each public name.
 _HOMES = {
-    "terms.advantages": ("group_advantages",),
+    "terms.advantages": ("group_advantages", "turn_advantages"),
     "batch": (
         "CorrectedBatch",
         "PackedBatch",
@@ -105,6 +106,7 @@ _HOMES = {
     "settings.schedule": (
         "check_without_gradient_factor",
         "needs_gradient_factor",
+        "needs_logprobs_at_sampling",
         "needs_proximal_forward",
         "needs_step_forward",
         "needs_topk",
@@ -178,6 +180,7 @@ __all__ = [
     "group_advantages",
     "loss_metrics",
     "needs_gradient_factor",
+    "needs_logprobs_at_sampling",
     "needs_proximal_forward",
     "needs_step_forward",
     "needs_topk",
@@ -190,4 +193,5 @@ __all__ = [
     "step_size_factor",
     "to_padded",
     "token_coefficients",
+    "turn_advantages",
 ]

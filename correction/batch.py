@@ -18,14 +18,14 @@ from .checks import VERSIONS, check_batch_shapes, check_decision_shapes, check_n
 from .errors import DataError
 from .padding import pack_like, to_padded
 from .settings.parts import AdvantageConfig, CorrectionSettings
-from .wide import WidePlace, check_fields, routed_experts_of, topk_of
+from .wide import WidePlace, check_fields, kept_of, kept_rows, routed_experts_of, topk_of
 
-_LOGPROBS = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs", "topk_logprobs")
+_LOGPROBS = ("behavior_logprobs", "at_sampling_logprobs", "proximal_logprobs", "reference_logprobs", "topk_logprobs")
 NO_VERSION = -1
 """weight_versions of a token that no weights sampled."""
 CPU_TOKENS = 2**19
 """About how many tokens `batch_slices` puts in a part on a CPU: smaller parts cost more in calls than they save in cache misses."""
-_PER_SEQUENCE = ("offsets", "group_ids")
+_NOT_PER_TOKEN = ("offsets", "group_ids", "rollout_ids", "kept_ids")
 _COUNTED_FROM_0 = "counted from 0 (-1: no weights sampled the token). Number the weights by their updates, not by time"
 UNIT_COUNTS = ("units", "truncated", "truncated_positive", "truncated_negative", "masked", "masked_positive", "masked_negative")
 """Units that have an importance weight; those whose weight was cut to a bound, or set to 0; of these, by the sign of the advantage."""
@@ -58,12 +58,18 @@ class PackedBatch:
     """[N] int32: version of the weights that sampled the token; NO_VERSION where none did."""
     group_ids: Tensor
     """[S] int64: sequences of one prompt share an id."""
+    rollout_ids: Tensor | None = None
+    """[S] int64: sequences of one rollout, as of a sub-agent or after a history was compacted, share an id, and lie in one shard. A token
+    is in the loss mask of the sequence that sampled it alone, not where another one goes on from it. None: each sequence is a rollout."""
     learner_version: int = 0
     """Version of the weights from which the update starts."""
     temperature: float = 1.0
     """Sampling temperature; the learner divides its logits by it."""
     proximal_logprobs: Tensor | None = None
     """[N] float32: log pi_prox, recomputed by the learner; None before that, or when bypassed."""
+    at_sampling_logprobs: Tensor | None = None
+    """[N] float32: log pi_v, the learner's with the weights that sampled the token, where a part tells mismatch and staleness apart; NaN
+    where the learner has no copy of them, or they are the present ones: pi_prox stands for it."""
     reference_logprobs: Tensor | None = None
     """[N] float32: log pi_ref, for a KL penalty."""
     turn_ids: Tensor | None = None
@@ -72,13 +78,18 @@ class PackedBatch:
     """[N, K] int64: the sampler's K most likely tokens."""
     topk_logprobs: Tensor | None = None
     """[N, K] float32: their logprobs under the behaviour policy."""
+    kept_counts: Tensor | None = None
+    """[N] int32: size of the kept set, from which top-p, top-k and min-p let a token be drawn; 0: the whole vocabulary. Logprobs are of a
+    softmax over this set, of all policies; it is constant in an update. None: all tokens were drawn from the whole vocabulary."""
+    kept_ids: Tensor | None = None
+    """[sum of kept_counts] int32: the tokens of the kept sets, one set after the other."""
     advantages_by: AdvantageConfig | Literal["own"] | None = None
     """How the advantages were made: these settings, or "own" if they were made otherwise on purpose. None: not stated."""
     routed_experts: Tensor | None = None
     """[N, layers, k] uint8 or int16: experts that a token was sent to when the model read it, to be replayed; no meaning at a sequence's
     last token, which nothing reads."""
     wide: tuple[WidePlace, ...] | None = None
-    """[S] where topk_ids, topk_logprobs and routed_experts of each sequence are, if they exist and aren't in the batch (wide.py)."""
+    """[S] where the wide fields of each sequence are (wide.py), if it has some that aren't in the batch."""
 
     def __post_init__(self) -> None:
         _detach(self)
@@ -110,18 +121,31 @@ class PackedBatch:
         if self.wide is not None:
             check_fields([place.fields() for place in self.wide], self.lengths.tolist(), self.loss_mask)
 
-    def with_wide_fields(self, *, routes_only: bool = False) -> PackedBatch:
+    def without_routes(self) -> PackedBatch:
+        """A copy whose routed experts, if there are any, are not replayed."""
+        places = None if self.wide is None else tuple(replace(place, has_routes=False) for place in self.wide)
+        return replace(self, routed_experts=None, wide=places)
+
+    def with_wide_fields(self, *, has_topk: bool = True) -> PackedBatch:
         """The batch with its wide fields as tensors of its own, and `wide` None.
 
-        Args: routes_only: leave out the likeliest tokens.
+        Args: has_topk: False: leave out the likeliest tokens.
         Raises: DataError if the wide fields don't fit the tokens, or were not read.
         """
         if self.wide is None:
             return self
         found = [place.fields() for place in self.wide]
-        topk_ids, topk_logprobs = (None, None) if routes_only else topk_of(found, self.loss_mask)
-        routes = routed_experts_of(found, self.lengths.tolist())
-        return replace(self, topk_ids=topk_ids, topk_logprobs=topk_logprobs, routed_experts=routes, wide=None)
+        topk_ids, topk_logprobs = topk_of(found, self.loss_mask) if has_topk else (None, None)
+        kept_counts, kept_ids = kept_of(found, self.loss_mask)
+        return replace(
+            self,
+            topk_ids=topk_ids,
+            topk_logprobs=topk_logprobs,
+            routed_experts=routed_experts_of(found, self.lengths.tolist()),
+            kept_counts=kept_counts,
+            kept_ids=kept_ids,
+            wide=None,
+        )
 
     def validate(self) -> PackedBatch:
         """Check shapes, types, offsets, versions and the sign of logprobs; return self.
@@ -168,8 +192,12 @@ class PackedBatch:
         picked = torch.as_tensor(list(sequences), dtype=torch.int64, device=self.offsets.device)
         offsets = torch.cat([self.offsets.new_zeros(1), self.lengths[picked].cumsum(0)])
         changes: dict[str, Any] = {"offsets": offsets, "group_ids": self.group_ids[picked]}
+        if self.rollout_ids is not None:
+            changes["rollout_ids"] = self.rollout_ids[picked]
         if self.wide is not None:
             changes["wide"] = tuple(self.wide[i] for i in sequences)
+        if self.kept_counts is not None and self.kept_ids is not None:
+            changes["kept_ids"] = kept_rows(self.kept_counts, self.kept_ids, index)
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor) and field.name not in changes:
@@ -347,10 +375,14 @@ class BatchSlice:
         changes: dict[str, Any] = {"wide": None if batch.wide is None else batch.wide[self.sequences]}
         for field in fields(batch):
             value = getattr(batch, field.name)
-            if isinstance(value, Tensor) and field.name not in _PER_SEQUENCE:
+            if isinstance(value, Tensor) and field.name not in _NOT_PER_TOKEN:
                 changes[field.name] = value[self.tokens]
         bounds = batch.offsets[self.sequences.start : self.sequences.stop + 1]
+        if batch.kept_counts is not None and batch.kept_ids is not None:
+            first = int(batch.kept_counts[: self.tokens.start].sum())
+            changes["kept_ids"] = batch.kept_ids[first : first + int(changes["kept_counts"].sum())]
         changes |= {"offsets": bounds - self.tokens.start, "group_ids": batch.group_ids[self.sequences]}
+        changes["rollout_ids"] = None if batch.rollout_ids is None else batch.rollout_ids[self.sequences]
         return replace(batch, **changes)
 
     def of_tokens(self, values: Tensor | None) -> Tensor | None:

@@ -44,12 +44,14 @@ def check_batch_shapes(batch: Any) -> None:
     if isinstance(batch.topk_ids, Tensor) and batch.topk_ids.dim():
         k = batch.topk_ids.shape[-1]
     required = {"loss_mask": (torch.bool,), "behavior_logprobs": FLOATS, "advantages": FLOATS, "weight_versions": INTEGERS}
-    optional = {"proximal_logprobs": FLOATS, "reference_logprobs": FLOATS, "turn_ids": INTEGERS}
+    optional = {"proximal_logprobs": FLOATS, "at_sampling_logprobs": FLOATS, "reference_logprobs": FLOATS, "turn_ids": INTEGERS}
     for name, dtypes in required.items():
         check_tensor(f"PackedBatch.{name}", getattr(batch, name), (n,), dtypes)
     check_tensor("PackedBatch.group_ids", batch.group_ids, (s,), INTEGERS)
-    _check_optional("PackedBatch", batch, {name: ((n,), dtypes) for name, dtypes in optional.items()})
+    _check_optional("PackedBatch", batch, {name: ((n,), dtypes) for name, dtypes in optional.items()} | {"rollout_ids": ((s,), INTEGERS)})
     wide = {"topk_ids": ((n, None), INTEGERS), "topk_logprobs": ((n, k), FLOATS), "routed_experts": ((n, None, None), INTEGERS)}
+    kept = None if batch.kept_counts is None else int(batch.kept_counts.sum())
+    wide |= {"kept_counts": ((n,), INTEGERS), "kept_ids": ((kept,), INTEGERS)}
     _check_optional("PackedBatch", batch, wide)
 
 
@@ -92,8 +94,12 @@ def largest_logprob(values: Tensor, mask: Tensor) -> Tensor:
     """Largest logprob of the tokens in the mask [N]; 0 or less stands for none; what is not a number is left out. Values: [N] or [N, K]."""
     if values.numel() == 0:
         return values.new_zeros(())
-    if values.device.type == "cpu" and bool((largest := values.amax()) <= LARGEST_LOGPROB):  # as nearly always, and a tenth of the time
-        return largest
+    if values.device.type == "cpu":
+        largest = values.amax()
+        if bool(largest.isnan()):
+            largest = values.nan_to_num(nan=-torch.inf).amax()
+        if bool(largest <= LARGEST_LOGPROB):  # as nearly always, and a tenth of the time
+            return largest
     inside = (mask if values.dim() == 1 else mask[:, None]) & ~values.isnan()
     return torch.where(inside, values, 0).amax()
 

@@ -12,9 +12,9 @@ from pydantic import BaseModel, model_validator
 
 from .errors import ConfigError
 from .presets.methods import preset_settings
-from .settings.choices import Population, Ratio, WeightMode
+from .settings.choices import Population, ProximalSource, WeightMode
 from .settings.parts import CorrectionSettings, gate_of
-from .settings.schedule import Schedule, Stage, effective_ratio, fold_obstacle, second_moments
+from .settings.schedule import Schedule, Stage, effective_ratio, fold_obstacle, ratios_of, second_moments
 
 REPORT_ONLY = 1e-6
 """A KL coefficient up to which the penalty is there to be reported, not to be felt."""
@@ -58,8 +58,9 @@ def validate_combination(config: CorrectionConfig) -> None:
 
     Raises: ConfigError with the reason and the remedy.
     """
+    _refuse_parts_of_rho_without_it(config)
     _refuse_counting_twice(config)
-    _refuse_rho_in_objective(config)
+    _refuse_ratios_without_gradient(config)
     _refuse_a_penalty_without_pull(config)
     if config.normalize.population is not Population.OFF and config.importance.mode is WeightMode.OFF:
         raise ConfigError(
@@ -90,19 +91,36 @@ def _refuse_counting_twice(config: CorrectionConfig) -> None:
         return
     weight = effective_ratio(config.importance.ratio, config)
     inside = effective_ratio(config.objective.ratio, config)
-    if {weight, inside} == {Ratio.RHO, Ratio.R}:
-        return  # rho outside, r inside: together q, each once
+    if not weight.factors & inside.factors:
+        return  # such as rho outside, r inside: together q, each once
     raise ConfigError(
         f"importance.ratio = {config.importance.ratio} with objective.ratio = {config.objective.ratio} and proximal = {config.proximal}: "
         f"the objective contains {inside} already, and a weight on {weight} would apply it twice. "
-        "Set importance.mode: off, or proximal: recompute with a weight on rho and an objective on r, or objective {kind: score}."
+        "Set importance.mode: off, or proximal: recompute with a weight on rho and an objective on r (or mismatch and since_sampling), or "
+        "objective {kind: score}."
     )
 
 
-def _refuse_rho_in_objective(config: CorrectionConfig) -> None:
-    gate = gate_of(config.objective)
-    if config.objective.ratio is Ratio.RHO or (gate is not None and gate.ratio is Ratio.RHO):
-        raise ConfigError("objective.ratio = rho: it has no gradient, since rho does not contain the target policy. Take r or q.")
+def _refuse_parts_of_rho_without_it(config: CorrectionConfig) -> None:
+    """Without a recomputed proximal policy there is no rho to tell apart, and nothing to stand for tokens of the present weights."""
+    named = [ratio for ratio in ratios_of(config) if "at_sampling" in ratio.policies]
+    if named and config.proximal is not ProximalSource.RECOMPUTE:
+        raise ConfigError(
+            f"ratio = {named[0]} with proximal = {config.proximal}: mismatch and staleness are told apart by the learner's own logprobs, "
+            "those of the present weights among them. Set proximal: recompute (no forward with one optimizer step per batch), or ratio: q."
+        )
+
+
+def _refuse_ratios_without_gradient(config: CorrectionConfig) -> None:
+    gate, penalty = gate_of(config.objective), config.kl
+    places = {"objective.ratio": config.objective.ratio, "objective.gate.ratio": None if gate is None else gate.ratio}
+    if penalty.coefficient > 0 and penalty.estimator == "unbiased_k3":
+        places["kl.ratio"] = penalty.ratio
+    for place, ratio in places.items():
+        if ratio is not None and not ratio.has_target:
+            raise ConfigError(
+                f"{place} = {ratio}: it has no gradient, since {ratio} does not contain the target policy. Take r, q or since_sampling."
+            )
 
 
 def _refuse_a_penalty_without_pull(config: CorrectionConfig) -> None:

@@ -20,12 +20,13 @@ from .decision import BatchView, apply_stage, needs_all_tokens, no_counts
 from .errors import ConfigError, DataError
 from .settings.choices import DenominatorKind, ProximalSource, Ratio
 from .settings.parts import AdvantageConfig
-from .settings.schedule import Schedule, Stage, fold_obstacle, policies_read, second_moments
+from .settings.schedule import Schedule, Stage, fold_obstacle, needs_logprobs_at_sampling, policies_read, second_moments
 from .shards import TOTALS, Reduce, check_sharded, moment_limits, prompt_index
 from .terms.denominators import batch_counts, sequence_scale
 from .terms.importance import normalizer, weight_sums
 from .terms.rejection import MOST, narrow_bounds
 from .terms.segments import running_counts
+from .terms.staleness import token_staleness
 
 # Index of the denominator's first entry in the shard sums.
 _COUNTED = TOTALS.index("counted_tokens")
@@ -92,10 +93,14 @@ def shard_sums(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: boo
 class _Early:
     """What the early parts decided on a shard, before it knows the whole batch."""
 
+    views: list[BatchView]
+    """Of its parts, one after the other."""
     weights: Tensor
     """[N] before batch normalisation."""
     keep: Tensor
     counts: DecisionCounts
+    counted: Tensor | None
+    """`_counted` of the shard."""
     sums: Tensor
     """[len(TOTALS) + prompts] float64."""
     holes: Tensor
@@ -137,11 +142,13 @@ def _prepare(
         weights *= normalizer(value["weight"], value["units"])
     if missing or broken:
         _warn_of_holes(batch, config, int(missing), int(broken))
+    if needs_logprobs_at_sampling(config):
+        _warn_of_unknown_weights(batch)
     if value["kept_tokens"] == 0 and value["tokens"] > 0:
         why = "was rejected" if not broken else "was rejected or left out, as a number of it is not finite"
         warnings.warn(f"correction: every token of the batch {why}; its policy loss is 0", stacklevel=3)
     if reduce is None:  # a shard's counts say nothing of the batch
-        _warn_of_narrow_bounds(batch, early.counts, config, schedule)
+        _warn_of_narrow_bounds(early, config)
     modulated = _modulate_early(weights, batch, config, schedule)
     corrected = CorrectedBatch(
         batch=batch,
@@ -153,7 +160,19 @@ def _prepare(
         plain_weights=weights if modulated is not weights and schedule.normalization is Stage.LATE else None,
         config=config,
     )
-    return replace(corrected, token_scale=_batch_scale(corrected, config, schedule, totals[_COUNTED:], num_prompts))
+    return replace(corrected, token_scale=_batch_scale(corrected, early.counted, config, totals[_COUNTED:], num_prompts))
+
+
+def _warn_of_unknown_weights(batch: PackedBatch) -> None:
+    """Warn of tokens of earlier weights without log pi_v, with their share."""
+    assert batch.at_sampling_logprobs is not None  # or it had been refused
+    stale = batch.loss_mask & (token_staleness(batch) > 0)
+    if unknown := int((stale & batch.at_sampling_logprobs.isnan()).count_nonzero()):
+        warnings.warn(
+            f"correction: of {unknown} of {int(stale.count_nonzero())} stale tokens the learner has no copy of the weights that sampled "
+            "them, as after a resume; all of their rho counts as mismatch, and their staleness as 1",
+            stacklevel=4,
+        )
 
 
 def _warn_of_holes(batch: PackedBatch, config: CorrectionConfig, missing: int, broken: int) -> None:
@@ -171,6 +190,8 @@ def _warn_of_holes(batch: PackedBatch, config: CorrectionConfig, missing: int, b
         names = ["advantages", *(f"{policy}_logprobs" for policy in sorted(policies_read(config) - {"target"}))]
         known = {name: values for name in names if (values := getattr(batch, name)) is not None}
         counts = {name: int((batch.loss_mask & ~values.isfinite()).count_nonzero()) for name, values in known.items()}
+        if "at_sampling_logprobs" in known:  # in which a hole is none
+            counts["at_sampling_logprobs"] = int((batch.loss_mask & known["at_sampling_logprobs"].isinf()).count_nonzero())
         at_fault = ", ".join(f"{name} at {count}" for name, count in counts.items() if count)
         warnings.warn(
             f"correction: {broken} of {tokens} trained tokens ({broken / tokens:.1%}) are left out, since a number of theirs is not finite "
@@ -179,15 +200,15 @@ def _warn_of_holes(batch: PackedBatch, config: CorrectionConfig, missing: int, b
         )
 
 
-def _warn_of_narrow_bounds(batch: PackedBatch, counts: DecisionCounts, config: CorrectionConfig, schedule: Schedule) -> None:
+def _warn_of_narrow_bounds(early: _Early, config: CorrectionConfig) -> None:
     """Warn of each criterion that rejects most of the batch, and of the mean log ratio."""
-    levels = dict(zip(counts.labels, (criterion.level for criterion in config.rejection), strict=False))  # the veto, at the end, has none
-    for label, (looked_at, dropped) in counts.by_criterion().items():
-        if dropped > MOST * looked_at:
-            view = BatchView.of(batch, config, schedule)
-            if view.logprobs.proximal is not None:
-                log_ratio = view.log_ratio(Ratio.RHO)[view.mask]
-                warnings.warn(narrow_bounds(label, levels.get(label), dropped / looked_at, log_ratio), stacklevel=4)
+    criteria = dict(zip(early.counts.labels, config.rejection, strict=False))  # the veto, at the end, is none
+    for label, (looked_at, dropped) in early.counts.by_criterion().items():
+        if dropped > MOST * looked_at and early.views[0].logprobs.proximal is not None:
+            criterion = criteria.get(label)
+            level, ratio = (None, Ratio.RHO) if criterion is None else (criterion.level, criterion.ratio)
+            mean = sum(float(view.log_ratio(ratio).sum(dtype=torch.float64)) for view in early.views) / looked_at
+            warnings.warn(narrow_bounds(label, level, dropped / looked_at, mean), stacklevel=4)
 
 
 def _checked(totals: Tensor, sums: Tensor) -> Tensor:
@@ -206,9 +227,11 @@ def _decide_early(
     sums = torch.zeros(_COUNTED, dtype=torch.float64, device=weights.device)
     holes = sums.new_zeros(2)
     counts = no_counts(config, weights.device)
+    views: list[BatchView] = []
     for piece in batch_slices(batch, is_divisible=not needs_all_tokens(config)):
         own = piece.of_batch(batch)
         view = BatchView.of(own, config, schedule, moment_limits=limits)
+        views.append(view)
         decision = apply_stage(view, config, schedule, Stage.EARLY)
         if view.missing is not None:
             holes[0] += view.missing.count_nonzero()
@@ -221,8 +244,8 @@ def _decide_early(
                 decision.by_unit.weights, view.mask, decision.keep, decision.by_unit.segments, config.normalize.population
             )
     sums[2], sums[3] = batch.loss_mask.count_nonzero(), keep.count_nonzero()
-    counted = _counts(batch, keep, config, schedule, num_prompts)
-    return _Early(weights, keep, counts, torch.cat([sums, counted]), holes)
+    counted = _counted(batch, keep, config, schedule)
+    return _Early(views, weights, keep, counts, counted, torch.cat([sums, _counts(batch, counted, config, num_prompts)]), holes)
 
 
 def for_step(
@@ -246,40 +269,45 @@ def for_step(
     if reduce is not None:
         check_sharded(config, num_prompts, has_reduce=True)
     share = corrected.select(sequences)
-    schedule = Schedule.of(config, is_deferred=share.is_deferred)
-    counts = _counts(share.batch, share.keep_mask, config, schedule, num_prompts)
+    counted = _counted(share.batch, share.keep_mask, config, Schedule.of(config, is_deferred=share.is_deferred))
+    counts = _counts(share.batch, counted, config, num_prompts)
     totals = counts if reduce is None else _checked(reduce(counts), counts)
-    return replace(share, token_scale=_batch_scale(share, config, schedule, totals, num_prompts))
+    return replace(share, token_scale=_batch_scale(share, counted, config, totals, num_prompts))
 
 
-def _counted(batch: PackedBatch, keep: Tensor, schedule: Schedule) -> Tensor:
-    """[N] bool: tokens that the denominator counts, as far as that is known before the training forward."""
-    return keep if schedule.kept_count is Stage.EARLY else batch.loss_mask
+def _counted(batch: PackedBatch, keep: Tensor, config: CorrectionConfig, schedule: Schedule) -> Tensor | None:
+    """[S] float64: each sequence's tokens that the denominator counts, as far as that is known before the training forward; None where all
+    tokens of the batch have one scale."""
+    is_kept = schedule.kept_count is Stage.EARLY
+    if config.denominator.kind is DenominatorKind.TOKEN_MEAN and not is_kept:
+        return None
+    return running_counts(keep if is_kept else batch.loss_mask, batch.offsets).double()
 
 
-def _is_one_number(config: CorrectionConfig, schedule: Schedule) -> bool:
-    """True if all tokens have the same scale."""
-    return config.denominator.kind is DenominatorKind.TOKEN_MEAN and schedule.kept_count is not Stage.EARLY
-
-
-def _counts(batch: PackedBatch, keep: Tensor, config: CorrectionConfig, schedule: Schedule, num_prompts: int | None) -> Tensor:
+def _counts(batch: PackedBatch, counted: Tensor | None, config: CorrectionConfig, num_prompts: int | None) -> Tensor:
     """[2 + prompts] float64: `batch_counts` of this shard. Where all tokens have one scale, sequences are not counted (0)."""
-    counted = _counted(batch, keep, schedule)
-    if _is_one_number(config, schedule):
-        return torch.stack([counted.count_nonzero(), counted.new_zeros((), dtype=torch.int64)]).double()
+    if counted is None:
+        tokens = batch.loss_mask.count_nonzero()
+        return torch.stack([tokens, torch.zeros_like(tokens)]).double()
     prompts, count = prompt_index(batch, config, num_prompts)
-    return batch_counts(running_counts(counted, batch.offsets).double(), prompts, count)
+    return batch_counts(counted, prompts, count, _rollouts(batch, config))
 
 
-def _batch_scale(corrected: CorrectedBatch, config: CorrectionConfig, schedule: Schedule, whole: Tensor, num_prompts: int | None) -> Tensor:
-    """[N] one over the denominator; whole are the `batch_counts` of the global batch."""
+def _rollouts(batch: PackedBatch, config: CorrectionConfig) -> Tensor | None:
+    """[S] the rollout of each sequence, where the denominator counts rollouts and some have several sequences."""
+    return batch.rollout_ids if config.denominator.kind is DenominatorKind.ROLLOUT_MEAN else None
+
+
+def _batch_scale(
+    corrected: CorrectedBatch, counted: Tensor | None, config: CorrectionConfig, whole: Tensor, num_prompts: int | None
+) -> Tensor:
+    """[N] one over the denominator; counted is `_counted` of this shard, whole are the `batch_counts` of the global batch."""
     batch = corrected.batch
-    if _is_one_number(config, schedule):
+    if counted is None:
         return torch.full_like(corrected.importance_weights, 1 / max(float(whole[0]), 1.0))
     part = config.denominator
-    tokens = running_counts(_counted(batch, corrected.keep_mask, schedule), batch.offsets).double()
     prompts, _ = prompt_index(batch, config, num_prompts)
-    scale = sequence_scale(tokens, prompts, whole, kind=part.kind, constant=part.constant)
+    scale = sequence_scale(counted, prompts, whole, kind=part.kind, constant=part.constant, rollouts=_rollouts(batch, config))
     return torch.repeat_interleave(scale.to(batch.behavior_logprobs.dtype), batch.lengths, output_size=batch.num_tokens)
 
 

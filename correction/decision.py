@@ -8,7 +8,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -79,7 +79,7 @@ class BatchView:
         read, mask = policies_read(config), batch.loss_mask
         missing = missing_tokens(batch, config)
         logprobs = _logprobs(batch, config, schedule, target, missing if config.missing == "neutral" else None)
-        known = {"behavior": logprobs.behavior, "proximal": logprobs.proximal, "target": target, "reference": batch.reference_logprobs}
+        known = {field.name: getattr(logprobs, field.name) for field in fields(logprobs)} | {"reference": batch.reference_logprobs}
         looked_at = (batch.advantages, entropy, *(known[name] for name in sorted(read)))
         mask = where_finite(mask, *(values for values in looked_at if values is not None))
         if missing is not None and config.missing == "drop":
@@ -129,9 +129,10 @@ def missing_tokens(batch: PackedBatch, config: CorrectionSettings) -> Tensor | N
 def _logprobs(
     batch: PackedBatch, config: CorrectionSettings, schedule: Schedule, target: Tensor | None, neutral: Tensor | None
 ) -> Logprobs:
-    """The policies as far as they are known. Where mu is missing and neutral [N] says so, it is the policy that it is compared with.
+    """The policies as far as they are known. Where mu is missing and neutral [N] says so, it is the policy that it is compared with; where
+    log pi_v is, pi_prox stands for it: of tokens of the present weights they are one, of older ones all of rho is then mismatch.
 
-    Raises: DataError if the proximal policy is to be recomputed, some part needs it, and the batch has none.
+    Raises: DataError if the proximal policy is to be recomputed, or pi_v known, some part needs it, and the batch has none.
     """
     behavior, proximal, read = batch.behavior_logprobs, None, policies_read(config)
     if config.proximal is ProximalSource.RECOMPUTE and schedule.proximal is Stage.EARLY:
@@ -141,8 +142,10 @@ def _logprobs(
                 "correct: PackedBatch.proximal_logprobs is None, but proximal: recompute needs them. Have the learner compute them, "
                 "use defer() with one optimizer step per batch, or set proximal: behavior."
             )
+    at_sampling = _at_sampling(batch, target if proximal is None else proximal) if "at_sampling" in read else None
     if neutral is not None:
         other = proximal if "proximal" in read and proximal is not None else target
+        other = other if at_sampling is None else at_sampling
         # Before the training forward nothing may be known to compare mu with, and nothing but a veto on mu itself reads it.
         behavior = torch.where(neutral, 0.0 if other is None else other.to(behavior.dtype), behavior)
     if config.proximal is ProximalSource.BEHAVIOR:
@@ -150,7 +153,17 @@ def _logprobs(
     elif proximal is None and target is not None:
         is_mixed = config.proximal is ProximalSource.INTERPOLATE
         proximal = interpolated_logprobs(behavior, target, token_staleness(batch)) if is_mixed else target
-    return Logprobs(behavior, proximal, target)
+    return Logprobs(behavior, proximal, target, at_sampling)
+
+
+def _at_sampling(batch: PackedBatch, proximal: Tensor | None) -> Tensor | None:
+    """[N] log pi_v; None where pi_prox, which stands for it where it is missing, isn't known yet. Raises: DataError if there is none."""
+    if batch.at_sampling_logprobs is None:
+        raise DataError(
+            "correct: PackedBatch.at_sampling_logprobs is None, but ratios of mismatch, staleness or since_sampling need them. Have the "
+            "learner compute them with the weights that sampled each token (NaN: it has no copy of them), or name rho, r and q alone."
+        )
+    return None if proximal is None else torch.where(batch.at_sampling_logprobs.isnan(), proximal, batch.at_sampling_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +214,7 @@ def apply_stage(view: BatchView, config: CorrectionSettings, schedule: Schedule,
             is_settled = stage is Stage.LATE and criterion.statistic is Statistic.SECOND_MOMENT
             results[number] = _settled(view, criterion) if is_settled else apply_criterion(view, criterion, config)
     if config.veto is not None and schedule.veto is stage:
-        results[len(config.rejection)] = _apply_veto(view, config.veto, config)
+        results[len(config.rejection)] = apply_veto(view, config.veto, config)
     keep = view.mask
     units = [result.units for result in results.values()]
     by_unit = unit_weights(view, config) if schedule.importance is stage else None
@@ -240,16 +253,19 @@ def _count(view: BatchView, results: dict[int, CriterionResult], by_unit: UnitWe
 def _unit_counts(view: BatchView, by_unit: UnitWeights, part: ImportanceConfig) -> Tensor:
     """[len(UNIT_COUNTS)] float64."""
     counted = by_unit.segments.any(view.mask)
+    counts = torch.zeros(len(UNIT_COUNTS), dtype=torch.float64, device=counted.device)
+    counts[0] = counted.count_nonzero()
+    if by_unit.weights is by_unit.ratios:  # nothing bounds them
+        return counts
     advantages = view.batch.advantages if by_unit.segments.offsets is None else unit_advantages(view, by_unit.segments)
     is_zero = counted & ~by_unit.weights.bool()
     is_cut = counted & (by_unit.weights - by_unit.ratios).bool() & ~is_zero  # both are finite
     if part.only_negative:
         is_cut &= advantages < 0  # the others have weight 1 whatever their ratio: no bound was met
-    found = [counted.count_nonzero()]
     signs = advantages > 0, advantages < 0
-    for chosen in (is_cut, is_zero):
-        found += [chosen.count_nonzero(), *((chosen & sign).count_nonzero() for sign in signs)]
-    return torch.stack(found).double()
+    found = [these.count_nonzero() for chosen in (is_cut, is_zero) for these in (chosen, *(chosen & sign for sign in signs))]
+    counts[1:] = torch.stack(found)
+    return counts
 
 
 def drop_broken_units(view: BatchView, keep: Tensor, units: list[Segments]) -> Tensor:
@@ -278,9 +294,8 @@ def unit_weights(view: BatchView, config: CorrectionSettings) -> UnitWeights:
 
 def unit_advantages(view: BatchView, segments: Segments) -> Tensor:
     """[U] advantage of each unit: the mean over its tokens, which is their common value if it is constant."""
-    if segments.offsets is None:
-        return masked(view.batch.advantages, view.mask)
-    return segments.mean(view.batch.advantages, view.mask)
+    advantages = masked(view.batch.advantages, view.mask)
+    return advantages if segments.offsets is None else segments.mean(advantages, view.mask)
 
 
 def _bounds(view: BatchView, part: ImportanceConfig | CriterionConfig, segments: Segments) -> tuple[Bound, Bound]:
@@ -367,7 +382,7 @@ def divergence_of_tokens(view: BatchView, statistic: Statistic, ratio: Ratio) ->
     return topk_statistic(statistic, token_ids=batch.token_ids, topk_ids=batch.topk_ids, behavior=behavior, target=target, mask=view.mask)
 
 
-def _apply_veto(view: BatchView, veto: VetoConfig, config: CorrectionSettings) -> CriterionResult:
+def apply_veto(view: BatchView, veto: VetoConfig, config: CorrectionSettings) -> CriterionResult:
     """What the veto keeps."""
     segments, looked_at = view.levels.at(Level.SEQUENCE), view.mask
     if veto.quantity == "ratio":

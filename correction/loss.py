@@ -36,6 +36,8 @@ from .terms.objectives import (
     gamma_coefficient,
     geometric_clip_loss,
     leveled_log_ratio,
+    prefix_clip,
+    prefix_log_ratio,
     relaxed_clip,
     score_loss,
     soft_gate_loss,
@@ -287,6 +289,13 @@ def token_losses(view: BatchView, target: Tensor, config: CorrectionConfig) -> T
     advantages = torch.where(view.mask, view.batch.advantages, 0)
     if part.kind == "score":
         return _score(view, target, advantages, part, config)
+    if part.kind == "prefix_clip":
+        segments = view.levels.at(Level.SEQUENCE)
+        log_ratio = prefix_log_ratio(torch.where(view.mask, target - _anchor(view, part.ratio, config), 0), segments)
+        bounds = prefix_clip(view.mask, segments, **part.model_dump(exclude={"kind", "ratio"}))
+        least, largest, dual = (bound.to(log_ratio.dtype) for bound in bounds)
+        loss, is_clipped = clipped_loss(log_ratio, advantages, clip_low=least, clip_high=largest, dual_clip=dual)
+        return TokenLoss(loss, is_clipped, log_ratio.detach(), units=segments)
     segments = view.levels.at(part.level)
     log_ratio = leveled_log_ratio(target, _anchor(view, part.ratio, config), view.mask, segments, level=part.level)
     nothing = torch.zeros_like(view.mask)

@@ -32,6 +32,7 @@ def from_padded(
     rewards: Tensor | None = None,
     advantages_by: AdvantageConfig | Literal["own"] | None = None,
     proximal_logprobs: Tensor | None = None,
+    at_sampling_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     topk_ids: Tensor | None = None,
     topk_logprobs: Tensor | None = None,
@@ -43,8 +44,9 @@ def from_padded(
     """The packed batch of padded tensors, of whole sequences or of responses alone; what is in the padding plays no part.
 
     Args:
-        token_ids, behavior_logprobs, proximal_logprobs, reference_logprobs, weight_versions, turn_ids: [B, T], the value of a token at
-            its own place (frameworks that shift logprobs by one must shift them back). Logprobs are natural, float32 or float64, <= 0.
+        token_ids, behavior_logprobs, proximal_logprobs, at_sampling_logprobs, reference_logprobs, weight_versions, turn_ids: [B, T], the
+            value of a token at its own place (frameworks that shift logprobs by one must shift them back). Logprobs are natural, float32
+            or float64, <= 0.
         attention_mask: [B, T], true at real tokens; loss_mask: [B, T], true at trained ones, none outside attention_mask.
         advantages: [B], [B, 1] or [B, T]; None if there are rewards. group_ids: [B].
         rewards: [B]; advantages are made of them by the settings in advantages_by (a preset's are `config.advantage`). A group must be
@@ -55,7 +57,12 @@ def from_padded(
     """
     _check_tensors(token_ids, attention_mask, loss_mask, behavior_logprobs, group_ids)
     real, trained = attention_mask.bool(), loss_mask.bool()
-    logprobs = {"behavior_logprobs": behavior_logprobs, "proximal_logprobs": proximal_logprobs, "reference_logprobs": reference_logprobs}
+    logprobs = {
+        "behavior_logprobs": behavior_logprobs,
+        "proximal_logprobs": proximal_logprobs,
+        "at_sampling_logprobs": at_sampling_logprobs,
+        "reference_logprobs": reference_logprobs,
+    }
     tokens = {"token_ids": token_ids, "loss_mask": loss_mask, "weight_versions": weight_versions, "turn_ids": turn_ids, **logprobs}
     _check_shapes(real, tokens, {"topk_ids": topk_ids, "topk_logprobs": topk_logprobs}, group_ids)
     _check_precision(logprobs)
@@ -74,6 +81,7 @@ def from_padded(
         learner_version=learner_version,
         temperature=temperature,
         proximal_logprobs=_packed(proximal_logprobs, real),
+        at_sampling_logprobs=_packed(at_sampling_logprobs, real),
         reference_logprobs=_packed(reference_logprobs, real),
         turn_ids=_packed(turn_ids, real, torch.int32),
         topk_ids=_packed(topk_ids, real, torch.int64),
@@ -99,6 +107,7 @@ def from_lists(
     rewards: Sequence[float] | Tensor | None = None,
     advantages_by: AdvantageConfig | Literal["own"] | None = None,
     proximal_logprobs: Rows | None = None,
+    at_sampling_logprobs: Rows | None = None,
     reference_logprobs: Rows | None = None,
     weight_versions: Rows | None = None,
     learner_version: int = 0,
@@ -109,8 +118,9 @@ def from_lists(
     The rows of a sequence have one length n. token_ids may have the prompt before them: its last n are taken, and then the batch, the
     target logprobs as well, is of the responses alone.
     Args:
-        token_ids, loss_mask, behavior_logprobs, proximal_logprobs, reference_logprobs, weight_versions: S lists or 1-D tensors (slime's
-            tokens, loss_masks, rollout_log_probs, log_probs, ref_log_probs). None in the place of a logprob: it wasn't reported.
+        token_ids, loss_mask, behavior_logprobs, proximal_logprobs, at_sampling_logprobs, reference_logprobs, weight_versions: S lists or
+            1-D tensors (slime's tokens, loss_masks, rollout_log_probs, log_probs, ref_log_probs). None in the place of a logprob: it
+            wasn't reported.
         advantages: [S] numbers, or S rows; None if there are rewards. Everything else: as for `from_padded`.
     Raises: DataError if the lengths of a sequence's rows differ, and what `from_padded` raises.
     """
@@ -136,6 +146,7 @@ def from_lists(
         rewards=None if rewards is None else torch.as_tensor(rewards, device=ids.device),
         advantages_by=advantages_by,
         proximal_logprobs=padded("proximal_logprobs", proximal_logprobs),
+        at_sampling_logprobs=padded("at_sampling_logprobs", at_sampling_logprobs),
         reference_logprobs=padded("reference_logprobs", reference_logprobs),
         weight_versions=padded("weight_versions", weight_versions, torch.int64),
         learner_version=learner_version,
@@ -192,7 +203,9 @@ def _padded_advantages(
     if rewards is not None:
         if not isinstance(by, AdvantageConfig):
             raise DataError("from_padded: rewards need advantages_by, the settings to make advantages of them with: config.advantage.")
-        advantages = group_advantages(rewards, group_ids, **by.model_dump())
+        if by.level == "turn":
+            raise DataError("from_padded: advantage.level = turn needs rewards of turns: make advantages with turn_advantages, [B, T].")
+        advantages = group_advantages(rewards, group_ids, **by.of_group)
     assert advantages is not None  # one of both is given
     rows = real.shape[0]
     if advantages.shape not in ((rows,), (rows, 1), real.shape):

@@ -1,4 +1,4 @@
-"""Wide fields: those of a batch with many values a token (routed experts, the sampler's K likeliest tokens).
+"""Wide fields: those of a batch with many values a token (routed experts, the sampler's K likeliest tokens, its kept sets).
 
 They take ten times the bytes of all other fields, and only the learner's forward passes read them. So a batch may hold references to them
 instead, for each of its sequences; a rank of the learner then fetches the fields of the sequences that it computes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -28,17 +28,21 @@ class WideFields:
     """[m, K] int32."""
     topk_logprobs: Tensor | None = None
     """[m, K] float32."""
+    kept_counts: Tensor | None = None
+    """[m] int32: tokens in the kept set of each; 0: it was drawn from the whole vocabulary."""
+    kept_ids: Tensor | None = None
+    """[sum of kept_counts] int32: the kept sets, one after the other."""
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in (self.routed_experts, self.topk_ids, self.topk_logprobs) if one is not None)
+        return sum(value.nbytes for value in self._values().values())
+
+    def _values(self) -> dict[str, Tensor]:
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
 
     def __or__(self, other: WideFields) -> WideFields:
         """The fields of both; the other's where both have a field."""
-        routes = self.routed_experts if other.routed_experts is None else other.routed_experts
-        if other.topk_ids is None:
-            return WideFields(routes, self.topk_ids, self.topk_logprobs)
-        return WideFields(routes, other.topk_ids, other.topk_logprobs)
+        return replace(self, **other._values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +54,8 @@ class WidePlace:
     route_keys: array[int] | None = None
     """For each token before the first trained one, a number that stands for its routed experts: it tells, without reading them, which
     prompts were routed alike. None: there are no routed experts."""
+    has_routes: bool = True
+    """False: its routed experts, if it has some, are not to be replayed."""
 
     @property
     def references(self) -> list[Any]:
@@ -57,7 +63,7 @@ class WidePlace:
 
     def holding(self, read: Mapping[Any, Any]) -> WidePlace:
         """A copy whose references are replaced by what was read. Args: read: by reference; references that are not in it stay."""
-        return WidePlace(tuple((read.get(held, held), number) for held, number in self.sources), self.route_keys)
+        return replace(self, sources=tuple((read.get(held, held), number) for held, number in self.sources))
 
     def fields(self) -> WideFields:
         """The fields of the sequence, from all sources. Raises: DataError if a source was not read."""
@@ -66,11 +72,12 @@ class WidePlace:
             if not isinstance(held, Sequence) or isinstance(held, str):
                 raise DataError(f"wide fields of a sequence were not read: there is a {type(held).__name__} in their place")
             found |= held[number]
-        return found
+        return found if self.has_routes else replace(found, routed_experts=None)
 
     def __or__(self, other: WidePlace) -> WidePlace:
         """The sources of both; the other's routed experts where both have some."""
-        return WidePlace(self.sources + other.sources, self.route_keys if other.route_keys is None else other.route_keys)
+        keys = self.route_keys if other.route_keys is None else other.route_keys
+        return replace(self, sources=self.sources + other.sources, route_keys=keys)
 
 
 def route_keys(routed_experts: Tensor) -> array[int]:
@@ -131,7 +138,51 @@ def _k_of(listed: Sequence[Tensor], found: Sequence[WideFields], tokens: int) ->
     return sizes.pop()
 
 
+def kept_of(found: Sequence[WideFields], mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Counts [N] int32, 0 outside the loss mask, and ids [sum] int32 of the kept sets; None where there are none.
+
+    Raises: DataError if only some sequences have them, or they don't fit the mask.
+    """
+    counts = [fields.kept_counts for fields in found if fields.kept_counts is not None]
+    ids = [fields.kept_ids for fields in found if fields.kept_ids is not None]
+    if not _check_kept(counts, ids, found, int(mask.sum())):
+        return None, None
+    of_all = torch.zeros(len(mask), dtype=torch.int32)
+    of_all[mask] = torch.cat(counts)
+    return of_all, torch.cat(ids)
+
+
+def _check_kept(counts: Sequence[Tensor], ids: Sequence[Tensor], found: Sequence[WideFields], tokens: int) -> bool:
+    """Whether there are kept sets."""
+    if not counts:
+        return False
+    sizes = [int(one.sum()) for one in counts]
+    if len(counts) < len(found) or sum(map(len, counts)) != tokens or sizes != list(map(len, ids)):
+        raise DataError(
+            f"{len(counts)} of {len(found)} trajectories have kept sets, {sum(map(len, counts))} for {tokens} trained tokens, with "
+            f"{sum(map(len, ids))} ids instead of {sum(sizes)}: they must be there for every response token of all trajectories of a "
+            "batch, or of none"
+        )
+    return True
+
+
+def kept_rows(counts: Tensor, ids: Tensor, index: Tensor) -> Tensor:
+    """The ids of the kept sets of some tokens, one set after the other.
+
+    Args:
+        counts: [N] of all tokens; ids: [sum of counts]; index: [n] int64, the tokens in the order wanted.
+    """
+    sizes = counts.long()
+    first = (sizes.cumsum(0) - sizes)[index]
+    wanted = sizes[index]
+    place = torch.arange(int(wanted.sum()), device=ids.device)
+    return ids[place + torch.repeat_interleave(first - (wanted.cumsum(0) - wanted), wanted)]
+
+
 def check_fields(found: Sequence[WideFields], lengths: Sequence[int], mask: Tensor) -> None:
-    """Check as the two functions above, without building their tensors. Raises: DataError as they do."""
+    """Check as the functions above, without building their tensors. Raises: DataError as they do."""
     _shape_of([fields.routed_experts for fields in found if fields.routed_experts is not None], found, lengths)
     _k_of([fields.topk_ids for fields in found if fields.topk_ids is not None], found, int(mask.sum()))
+    counts = [fields.kept_counts for fields in found if fields.kept_counts is not None]
+    ids = [fields.kept_ids for fields in found if fields.kept_ids is not None]
+    _check_kept(counts, ids, found, int(mask.sum()))

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # A run on Slurm: a Ray cluster over the nodes of the job, and the run on its first node. From the root of the repository, with .venv:
+#   evenkeel deploy RECIPE --slurm --gpus H200x8 | sbatch --time=24:00:00      # says how many nodes, and what each gives
 #   sbatch --nodes=4 --gpus-per-node=8 deploy/slurm.sh recipes/qwen3_30b_a3b_4nodes.yaml [KEY=VALUE]...
 #   sbatch --nodes=4 --gpus-per-node=8 deploy/slurm.sh --resume RUN_DIR
 # All nodes see this folder, the run folder and the user's home under the same paths. When the job's time is nearly up, the run ends with
@@ -37,15 +38,16 @@ trap '[[ -n $run ]] && kill -TERM "$run" 2>/dev/null || exit 143' TERM
 
 ulimit -n 65536 2>/dev/null || echo "this job may open $(ulimit -n) files a process; Ray likes 65536" >&2
 export RAY_health_check_period_ms=1000 RAY_health_check_failure_threshold=3   # a node that is gone is known after 3 s, not Ray's 15
-offer="{\"rollout\": $per_node}"              # a rollout worker asks for one unit; the learner's ranks are placed first
+offer=(--resources="{\"${EVENKEEL_RESOURCE:-rollout}\": $per_node}")   # a rollout worker asks for one unit; the learner's ranks are placed first
+[[ -z ${EVENKEEL_STORE_BYTES:-} ]] || offer+=(--object-store-memory="$EVENKEEL_STORE_BYTES")
 echo "starting Ray on $count nodes, head $head ($address)"
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
-    "$bin/ray" start --head --block --node-ip-address="${address%:*}" --port="$port" --resources="$offer" \
+    "$bin/ray" start --head --block --node-ip-address="${address%:*}" --port="$port" "${offer[@]}" \
     --dashboard-host=127.0.0.1 --disable-usage-stats &
 started+=($!)
 if ((count > 1)); then
     srun --nodes=$((count - 1)) --ntasks=$((count - 1)) --exclude="$head" --overlap \
-        "$bin/ray" start --block --address="$address" --resources="$offer" --disable-usage-stats &
+        "$bin/ray" start --block --address="$address" "${offer[@]}" --disable-usage-stats &
     started+=($!)
 fi
 joined=0

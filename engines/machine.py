@@ -27,6 +27,7 @@ from evenkeel.correction.errors import ConfigError
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Backend = Literal["gloo", "nccl"]
+DtypeSetting = Literal["auto", "bfloat16_if_fast", "float32", "bfloat16", "float16"]
 Choice = TypeVar("Choice", Device, Dtype, Backend)
 
 KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
@@ -49,7 +50,7 @@ _DECIDE = "Decide it first: for a run actors/settings/resolve.py does, for an en
 
 def is_open(*settings: str) -> bool:
     """Whether one of the settings is left to be decided."""
-    return "auto" in settings
+    return not {"auto", "bfloat16_if_fast"}.isdisjoint(settings)
 
 
 def device_of(setting: Literal["auto", "cpu", "cuda"], *, has_gpu: bool | None = None) -> Device:
@@ -66,14 +67,29 @@ def device_of(setting: Literal["auto", "cpu", "cuda"], *, has_gpu: bool | None =
     return "cuda" if has_gpu else "cpu"
 
 
-def dtype_of(setting: Literal["auto", "float32", "bfloat16", "float16"], device: Device, *, learner: Dtype | None = None) -> Dtype:
-    """The dtype of a setting; auto is bfloat16 on a GPU and float32 on a CPU.
+def dtype_of(setting: DtypeSetting, device: Device, *, learner: Dtype | None = None) -> Dtype:
+    """The dtype of a setting; auto is bfloat16 on a GPU and float32 on a CPU, bfloat16_if_fast also on a CPU that multiplies in it.
 
     Args: learner: of an engine's setting, the dtype of the learner, which auto is then.
     """
+    if setting == "bfloat16_if_fast":
+        return "bfloat16" if device == "cuda" or fast_bfloat16() is not None else "float32"
     if setting != "auto":
         return setting
     return learner or ("bfloat16" if device == "cuda" else "float32")
+
+
+# What /proc/cpuinfo calls the instructions that multiply matrices of bfloat16: of x86's AMX and AVX-512, and of Arm.
+_BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
+
+
+@cache
+def fast_bfloat16() -> str | None:
+    """The instructions by which this machine's processor multiplies in bfloat16, as Linux names them; None: it has none, or doesn't say."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    flags = next((line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features"))), [])
+    return next((name for name in _BFLOAT16_INSTRUCTIONS if name in flags), None)
 
 
 def group_backend_of(setting: Literal["auto", "gloo", "nccl"], device: Device) -> Backend:
@@ -83,10 +99,10 @@ def group_backend_of(setting: Literal["auto", "gloo", "nccl"], device: Device) -
     return "nccl" if device == "cuda" else "gloo"
 
 
-def decided(setting: Literal["auto"] | Choice, name: str) -> Choice:
-    """A setting that has been decided. Args: name: of the setting. Raises: ConfigError if it is still auto."""
-    if setting == "auto":
-        raise ConfigError(f"{name} = auto, which nothing has decided", remedy=_DECIDE)
+def decided(setting: Literal["auto", "bfloat16_if_fast"] | Choice, name: str) -> Choice:
+    """A setting that has been decided. Args: name: of the setting. Raises: ConfigError if it is still open."""
+    if setting == "auto" or setting == "bfloat16_if_fast":
+        raise ConfigError(f"{name} = {setting}, which nothing has decided", remedy=_DECIDE)
     return setting
 
 
@@ -238,8 +254,8 @@ _PREFILL_TOKEN = 256 << 10
 # Bytes of the graphs of decoding for each request that runs: SGLang's own estimate (arg_groups/memory_hook.py, reserve_for_graph_mb). An
 # engine with a share captures none of prefill (rollout/engine_settings/engine_config.py).
 _GRAPH = 2 << 20
-# Bytes for each request and word of the vocabulary while tokens are drawn: logits, logprobs and probabilities in float32, and a sorted copy
-# (rollout/sglang_plugin/seeded_sampler.py).
+# Bytes for each request and word of the vocabulary while tokens are drawn: logits, logprobs and probabilities in float32, and as much again
+# to sort the likeliest ones for kept sets (rollout/sglang_plugin/seeded_sampler.py; where nearly all are kept it is more).
 _SAMPLER = 16
 SUMMED = 1 << 15
 """Words of the vocabulary whose probabilities are summed at one time."""

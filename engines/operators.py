@@ -103,6 +103,26 @@ def log_softmax(logits: Tensor, temperature: Tensor | float) -> Tensor:
     return torch.log_softmax(logits.float() / temperature, dim=-1)
 
 
+def restrict(logits: Tensor, counts: Tensor, ids: Tensor, *, start: int = 0) -> Tensor:
+    """The logits, in place, with minus infinity for all that is outside of each row's kept set: a softmax is then over the kept set alone.
+
+    (Of large negative numbers in its place exponentials take four times as long on a CPU.)
+
+    Args:
+        logits: [M, N] float32, of the tokens from `start` on.
+        counts: [M] integers: size of each row's kept set; 0: the whole vocabulary, and the row stays as it is.
+        ids: [sum of counts] integers, tokens of the sets, one row's after the other's.
+    """
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=logits.device), counts)
+    columns = ids.long() - start
+    here = (columns >= 0) & (columns < logits.shape[1])
+    rows, columns = rows[here], columns[here]
+    inside = logits[rows, columns]
+    logits.index_fill_(0, counts.nonzero()[:, 0], -torch.inf)
+    logits[rows, columns] = inside
+    return logits
+
+
 class _SiLU(torch.autograd.Function):
     """x / (1 + exp(-x)); where exp(-x) overflows the quotient is -0."""
 

@@ -24,6 +24,7 @@ from evenkeel.actors.processes import signals
 from evenkeel.actors.processes.children import inherit
 from evenkeel.actors.processes.output import prepare_streams, put, refused_file
 from evenkeel.correction.errors import ConfigError, EvenkeelError
+from evenkeel.deploy_command import deploy
 from evenkeel.doctor_command import doctor
 from evenkeel.engines.machine import environment
 from evenkeel.plan_command import plan
@@ -159,7 +160,7 @@ def _sentence(text: str, error: BaseException) -> str:
     return "\n".join([f"evenkeel: {text}", *getattr(error, "__notes__", ())])
 
 
-_DISCARD_QUEUE = "With --resume: discard finished groups that the new settings make unusable, and sample their prompts again."
+_DISCARD_GROUPS = "With --resume: discard finished groups that the new settings make unusable, and sample their prompts again."
 
 
 @app.command(
@@ -179,7 +180,7 @@ def train(
         Path | None,
         typer.Option(metavar="RUN_DIR", help="Continue an earlier run from its newest checkpoint; its folder holds the recipe."),
     ] = None,
-    discard_queue: Annotated[bool, typer.Option("--discard-queue", help=_DISCARD_QUEUE)] = False,
+    discard_groups: Annotated[bool, typer.Option("--discard-groups", help=_DISCARD_GROUPS)] = False,
     retries: Annotated[int, typer.Option(min=0, help="Restart the run's process at most this many times if it dies or hangs.")] = 0,
     smoke: Annotated[bool, typer.Option("--smoke", help="Make one step on a model of two layers, say what passed, and remove it.")] = False,
 ) -> None:
@@ -201,9 +202,9 @@ def train(
     """
     # With --resume the first positional argument, if any, is an override.
     words = [*([str(recipe)] if recipe and resume else []), *(overrides or [])]
-    if smoke and (resume or retries or discard_queue):
-        raise ConfigError("evenkeel train --smoke makes one step of a new run: leave --resume, --retries and --discard-queue out")
-    if (recipe is None or discard_queue) and resume is None:
+    if smoke and (resume or retries or discard_groups):
+        raise ConfigError("evenkeel train --smoke makes one step of a new run: leave --resume, --retries and --discard-groups out")
+    if (recipe is None or discard_groups) and resume is None:
         raise ConfigError("evenkeel train needs a recipe, such as recipes/nano_spell_backward.yaml, or --resume RUN_DIR")
     from evenkeel.resume_point import run_dir_of
 
@@ -211,7 +212,7 @@ def train(
     if retries:
         from evenkeel.retries import run_with_retries
 
-        raise typer.Exit(run_with_retries(None if resume else recipe, words, run_dir, retries=retries, discard_queue=discard_queue))
+        raise typer.Exit(run_with_retries(None if resume else recipe, words, run_dir, retries=retries, discard_groups=discard_groups))
     from evenkeel.engines.machine import gc_paused
 
     if smoke:
@@ -222,7 +223,7 @@ def train(
     with gc_paused():
         from evenkeel.training import train_run
 
-    summary = train_run(None if resume else recipe, words, resume, discard_queue=discard_queue)
+    summary = train_run(None if resume else recipe, words, resume, discard_groups=discard_groups)
     raise typer.Exit(summary.exit_code)
 
 
@@ -350,16 +351,60 @@ def filter_rows(
 
 @app.command(epilog=_examples("evenkeel report runs/nano-spell-backward-20260101-120000"))
 def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run: finished, interrupted or still training.")]) -> None:
-    """Write the report of a run again: RUN_DIR/report.html, one page with all pictures in it.
+    """Write the report of a run again: RUN_DIR/report.html, the page of `evenkeel dashboard` frozen into one file.
 
     A run writes its report when it ends. Use this for one that is still training or was killed.
     """
     from evenkeel.actors.record.run_folder import RunFolder
 
     folder = RunFolder.view(run_dir)
-    from evenkeel.report.report import write_report
+    from evenkeel.dashboard.frozen import write_report
 
     typer.echo(f"report: {write_report(folder)}")
+
+
+@app.command(
+    epilog=_examples(
+        "evenkeel trace runs/nano-spell-backward-20260101-120000", "evenkeel trace RUN_DIR --otlp http://127.0.0.1:4318/v1/traces"
+    )
+)
+def trace(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a run: finished, interrupted or still training.")],
+    output: Annotated[Path | None, typer.Option(help="File to write. Default: trace.json in the run's folder.")] = None,
+    otlp: Annotated[str, typer.Option(metavar="URL", help="Send to this OpenTelemetry collector (OTLP over HTTP) instead.")] = "",
+) -> None:
+    """Write what each process of a run did when, for a trace viewer: open the file at ui.perfetto.dev or chrome://tracing.
+
+    A run keeps its spans in timeline.jsonl, a line for each: who sampled, waited, updated, trained or published, when, and for which
+    version and group. Time of which nothing is known is empty.
+    """
+    from evenkeel.actors.record.run_folder import RunFolder
+    from evenkeel.trace import send_spans, write_trace
+
+    folder = RunFolder.view(run_dir)
+    typer.echo(f"sent: {send_spans(folder, otlp)} spans" if otlp else f"trace: {write_trace(folder, output)}")
+
+
+@app.command(
+    epilog=_examples(
+        "evenkeel dashboard runs/nano-spell-backward-20260101-120000",
+        "evenkeel dashboard RUN_DIR OTHER_RUN_DIR --port 8790",
+    )
+)
+def dashboard(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, each training or finished; one or several.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 0,
+) -> None:
+    """Show runs in a browser: a page of this machine alone, which follows them while they train.
+
+    It prints the page's address, with a token that the page asks for, and serves until Ctrl-C. Only the files of these runs are read, and
+    nothing is changed.
+    """
+    from evenkeel.dashboard.server import serve
+
+    serve(run_dirs, port=port, say=typer.echo)
 
 
 @app.command(
@@ -469,6 +514,16 @@ app.command(
 )(doctor)
 
 app.command(cls=TakesSettings, epilog=_examples("evenkeel plan RECIPE --gpus H100x8", "evenkeel plan RECIPE --gpus H100x8x4 --json"))(plan)
+
+app.command(
+    cls=TakesSettings,
+    epilog=_examples(
+        "evenkeel deploy RECIPE --kuberay --image REGISTRY/evenkeel:gpu --volume shared --gpus H200x8 | kubectl apply -f -",
+        "evenkeel deploy RECIPE --aws --image REGISTRY/evenkeel:gpu --volume FILE_SERVER rollout.min_workers=1 rollout.max_workers=16",
+        "evenkeel deploy RECIPE --local --host 10.0.0.1 --host 10.0.0.2 | tee cluster.yaml",
+        "evenkeel deploy RECIPE --slurm --gpus H100x8 | sbatch --time=24:00:00",
+    ),
+)(deploy)
 
 
 @app.command(epilog=_examples("evenkeel capabilities"))

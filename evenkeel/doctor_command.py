@@ -151,7 +151,7 @@ def _show_model(target: Path, task: str, overrides: list[str]) -> None:
 
 def _of_run(folder: Path, overrides: list[str]) -> str:
     from evenkeel.actors.record.run_folder import RunFolder
-    from evenkeel.report.run_doctor import diagnose_run, page
+    from evenkeel.doctor.run_doctor import diagnose_run, page
 
     if overrides:
         raise ConfigError(f"{folder}: a run's folder has its recipe; leave out {' '.join(overrides)}")
@@ -209,7 +209,8 @@ def _of_inputs(config: RunConfig, *, has_model: bool = True) -> list[Complaint]:
     model: Path | None = None
     if has_model:
         with kept([]):  # that no prompt has room, which the rules have
-            _ = config.rollout.longest_prompt
+            for entry in config.rollout.entries:
+                config.rollout.longest_prompt(entry)
             with kept(lacking):
                 model, _ = outline(config)
     found = check_inputs(config, model, lacking=lacking).found
@@ -263,8 +264,9 @@ def model_page(target: Path, task: str, overrides: Sequence[str]) -> Iterator[tu
     if task:
         config = task_config(folder, task, overrides, problems=1)
         rollout = with_engine_types(config, has_gpu=visible_gpus() > 0).rollout.with_context(shape.max_position_embeddings)
-        encoder = ChatEncoder.of_folder(folder, rollout.task, rollout)
-        made = questions(rollout.task, config.deadlines.start_s, encoder)
+        entry, encoders = rollout.entries[0], ChatEncoder.of_entries(folder, rollout, is_limited=True)
+        encoder = encoders[entry.name]
+        made = questions(entry.task, config.deadlines.start_s, encoder)
         prompt, from_where = made.train_prompt(0).token_ids, f"the first training question of {made.name}"
     else:
         encoder = ChatEncoder.of_folder(folder, _BARE)
@@ -290,7 +292,8 @@ def _lengths(rollout: RolloutConfig | None, model_context: int) -> Iterator[tupl
     together, prompt = engine.lengths.together, engine.lengths.prompt
     yield "lengths", f"prompt and answer at most {together} tokens together, a prompt at most {prompt}: {engine.room_text}"
     if rollout is not None:
-        yield "", f"rollout.sampling.max_tokens = {rollout.sampling.max_tokens} leaves {rollout.longest_prompt} for a prompt"
+        longest = rollout.longest_prompt(rollout.entries[0])
+        yield "", f"rollout.sampling.max_tokens = {rollout.sampling.max_tokens} leaves {longest} for a prompt"
 
 
 def _marked(encoder: ChatEncoder, ids: Sequence[int]) -> str:

@@ -21,13 +21,15 @@ from evenkeel.correction.errors import DataError
 from evenkeel.doctor.start_checks import check_model_folder
 from evenkeel.doctor.surroundings import check_surroundings_of_engine
 from evenkeel.learner.hf.folder import read_config
-from evenkeel.rollout.config import AnswerSampling, RolloutConfig
+from evenkeel.rollout.config import AnswerSampling, RolloutConfig, named
 from evenkeel.rollout.engine.temporary_files import passing_folder
+from evenkeel.rollout.prompt_place import task_of
 from evenkeel.rollout.sampler import Sampler
 from evenkeel.rollout.tasks.chat import ChatEncoder
-from evenkeel.rollout.tasks.tasks import Task, check_task_names
+from evenkeel.rollout.tasks.mixture import Mixture, first_of_each
+from evenkeel.rollout.tasks.tasks import check_task_names
 from evenkeel.rollout.trajectory import Prompt, Trajectory
-from evenkeel.task_config import questions, task_config
+from evenkeel.task_config import mixture, task_config
 
 
 def evaluate_folder(
@@ -52,25 +54,31 @@ def evaluate_folder(
     config = task_config(model, task, overrides, problems=problems)
     refuse_contradictions_of_engines(config)
     config = with_engine_types(config, has_gpu=visible_gpus() > 0)
-    built, longest_prompt = task_for(config)
-    prompts = built.held_out_prompts()[:problems]
-    if not prompts:
-        raise DataError(
-            f"{built.name}: no question fits into the {longest_prompt} tokens that rollout.sampling.max_tokens = "
-            f"{config.rollout.sampling.max_tokens} leaves of the context of {model}; lower it, or take a model with a longer context"
-        )
-    if built.remark is not None:
-        say(built.remark)
-    if len(prompts) < problems:
-        say(f"only {len(prompts)} of {problems} questions: {built.held_out_shortage(problems)}")
+    built, rollout = tasks_for(config)
+    prompts = first_of_each(built.held_out_prompts(), problems)
+    for entry in rollout.entries:
+        its, asked = built.tasks[entry.name], sum(task_of(prompt.prompt_id) == entry.name for prompt in prompts)
+        if not asked:
+            raise DataError(
+                f"{its.name}: no question fits into the {rollout.longest_prompt(entry)} tokens that rollout.sampling.max_tokens = "
+                f"{rollout.sampling_of(entry.name).max_tokens} leaves of the context of {model}; lower it, or take a model with a longer "
+                "context"
+            )
+        if asked < problems:
+            say(f"only {asked} of {problems} questions: {its.held_out_shortage(problems)}")
+    for remark in dict.fromkeys(filter(None, (its.remark for its in built.tasks.values()))):
+        say(remark)
     how = config.evaluation
     with Progress(transient=True) as progress:
         bar = progress.add_task("starting the engine", total=len(prompts) * how.samples)
         asker = Asker(config.rollout, model, config.seed, lambda answers: progress.update(bar, advance=answers, description="answering"))
         result = asyncio.run(_evaluate(asker, prompts, config))
     say(f"held-out accuracy of {model}: {result.accuracy} (95% Wilson, {how.description}), {result.failed} answers could not be scored")
+    for name, one in result.by_task.items():
+        say(f"{name}: {one}")
     numbers = StepMetrics(result.step, result.metrics())
-    parts = ("held_out/reward", "held_out/response_tokens", "held_out/truncated_share")
+    parts = ["held_out/reward", "held_out/response_tokens", "held_out/truncated_share"]
+    parts += ["held_out/turns"] * (numbers["held_out/turns"] != 1)
     told = ", ".join(f"{CATALOGUE[name].label} {shown(numbers, name)}" for name in parts)
     say(f"{told} (rollout.sampling.max_tokens = {config.rollout.sampling.max_tokens})")
     for k, share in result.pass_at.items():
@@ -83,8 +91,8 @@ def evaluate_folder(
     return result
 
 
-def task_for(config: RunConfig) -> tuple[Task, int]:
-    """The task of a recipe, to be asked of its model by one engine; and the longest prompt, tokens.
+def tasks_for(config: RunConfig) -> tuple[Mixture, RolloutConfig]:
+    """The tasks of a recipe, to be asked of its model by one engine; and its section rollout with the engine's context decided.
 
     Args: config: with the engine's device (settings/resolve.py).
     Raises: DataError, ConfigError.
@@ -93,15 +101,16 @@ def task_for(config: RunConfig) -> tuple[Task, int]:
     model = config.model
     check_model_folder(model)
     check_engine_device(config)
-    check_task_names(config.rollout.task)
+    for entry in config.rollout.entries:
+        with named(entry):
+            check_task_names(entry.task)
     rollout = config.rollout.with_context(read_config(model).get_text_config().max_position_embeddings)
-    encoder = ChatEncoder.of_folder(model, rollout.task, rollout)
-    return questions(rollout.task, config.deadlines.start_s, encoder), rollout.longest_prompt
+    return mixture(config, ChatEncoder.of_entries(model, rollout, is_limited=True)), rollout
 
 
 async def _evaluate(asker: Asker, prompts: Sequence[Prompt], config: RunConfig) -> Evaluation:
-    async with asker.started(prompts[0]):
-        return await evaluate(asker, prompts, config.evaluation, step=0, correct_at=config.evaluation.correct_at)
+    async with asker.started(first_of_each(prompts, 1)):
+        return await evaluate(asker, prompts, config.evaluation, step=0, correct_at=config.correct_at)
 
 
 class Asker:
@@ -116,10 +125,10 @@ class Asker:
         self._rollout, self._model, self._seed, self._on_answers = rollout, model, seed, on_answers
 
     @asynccontextmanager
-    async def started(self, sample: Prompt) -> AsyncIterator[None]:
-        """The engine runs meanwhile. Args: sample: the reward function is tried on it first."""
+    async def started(self, samples: Sequence[Prompt]) -> AsyncIterator[None]:
+        """The engine runs meanwhile. Args: samples: the reward function of each one's task is tried on it first."""
         with passing_folder():
-            self._sampler = await Sampler.start(self._model, self._rollout, sample=sample, seed=self._seed)
+            self._sampler = await Sampler.start(self._model, self._rollout, samples=samples, seed=self._seed)
             try:
                 yield
             finally:

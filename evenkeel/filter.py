@@ -25,8 +25,9 @@ from evenkeel.actors.json_lines import JsonLines
 from evenkeel.actors.settings.devices import visible_gpus
 from evenkeel.actors.settings.resolve import refuse_contradictions_of_engines, with_engine_types
 from evenkeel.correction.errors import ConfigError, DataError, counted
-from evenkeel.evaluation import Asker, task_for
-from evenkeel.rollout.config import AnswerSampling, FileTask, ReasoningGymReward, ReasoningGymTask
+from evenkeel.correction.settings.base import Settings
+from evenkeel.evaluation import Asker, tasks_for
+from evenkeel.rollout.config import AnswerSampling, FileTask, FoldersTask, ReasoningGymReward, ReasoningGymTask
 from evenkeel.rollout.tasks.questions import text_key
 from evenkeel.rollout.tasks.tasks import Task
 
@@ -86,8 +87,14 @@ def filter_questions(config: RunConfig, output: Path, bounds: Bounds, *, questio
     Raises: ConfigError, DataError, EngineError; what was asked by then is on record.
     """
     refuse_contradictions_of_engines(config)
+    entry = config.rollout.only_entry
+    if isinstance(entry.task, FoldersTask):
+        raise ConfigError(
+            "evenkeel filter: it writes rows of a file, and rollout.task.kind = folders takes none",
+            remedy="link the folders that you want in a folder of their own, and name that in rollout.task.path",
+        )
     config = with_engine_types(config.model_copy(update={"model": model_folder(config.model)}), has_gpu=visible_gpus() > 0)
-    task, _ = task_for(config)
+    task = tasks_for(config)[0].tasks[entry.name]
     if task.questions_per_epoch is None and questions is None:
         raise ConfigError(f"evenkeel filter: {task.name} makes questions without end; say how many to ask with --questions")
     if task.remark is not None:
@@ -133,8 +140,8 @@ def _distinct_positions(task: Task, questions: int | None) -> Iterator[int]:
 
 async def _ask(config: RunConfig, task: Task, positions: list[int], bounds: Bounds, record: _Record) -> None:
     """Ask the remaining questions, enough at a time to keep the engine full. Each is recorded as soon as it is answered."""
-    temperature = config.rollout.sampling.temperature
-    how = AnswerSampling(samples=bounds.answers, temperature=temperature)
+    sampling, right_at = config.rollout.sampling, config.correct_at[config.rollout.only_entry.name]
+    how = AnswerSampling(samples=bounds.answers, temperature=sampling.temperature, **sampling.request)
     places = asyncio.Semaphore(max(1, 2 * config.rollout.engine.max_running_requests // bounds.answers))
     with Progress(transient=True) as progress:
         bar = progress.add_task("starting the engine", total=len(positions) * bounds.answers)
@@ -146,10 +153,10 @@ async def _ask(config: RunConfig, task: Task, positions: list[int], bounds: Boun
             async with places:
                 (answers,) = await asker.answer([task.train_prompt(position)], how)
             rewards = [answer.reward for answer in answers]
-            solved = sum(reward is not None and reward >= config.evaluation.correct_at for reward in rewards)
+            solved = sum(reward is not None and reward >= right_at for reward in rewards)
             record.add(Asked(position, solved, rewards.count(None)))
 
-        async with asker.started(task.train_prompt(positions[0])):
+        async with asker.started([task.train_prompt(positions[0])]):
             await asyncio.gather(*(one(position) for position in positions))
 
 
@@ -186,25 +193,26 @@ class _Record:
 
 def _settings(config: RunConfig, bounds: Bounds) -> dict[str, Any]:
     """The settings that decide the answers and their scores, by dotted key. A record with other values can't be continued."""
-    rollout = config.rollout
-    sections = {"rollout.task": rollout.task, "rollout.reward": rollout.reward, "rollout.sampling": rollout.sampling}
+    entry = config.rollout.only_entry
+    sections: dict[str, Settings | None] = {"task": entry.task, "reward": entry.reward, "sampling": config.rollout.sampling_of(entry.name)}
+    sections |= {"environment": entry.environment, "agent": entry.agent}
     settings: dict[str, Any] = {
         "model": str(config.model.resolve()),
         "--answers": bounds.answers,
         "seed": config.seed,
-        "evaluation.correct_at": config.evaluation.correct_at,
+        "evaluation.correct_at": config.correct_at[entry.name],
     }
+    # They don't change a score.
+    left_out = {"samples_per_group", "deadline_s", "start_deadline_s", "processes", "memory_gib"}
     for name, section in sections.items():
-        settings |= {f"{name}.{key}": value for key, value in section.model_dump(mode="json").items()}
-    del settings["rollout.sampling.samples_per_group"]
-    for key in ("deadline_s", "start_deadline_s", "processes", "memory_gib"):  # they don't change a score
-        del settings[f"rollout.reward.{key}"]
+        said = {} if section is None else section.model_dump(mode="json", exclude=left_out)
+        settings |= {f"rollout.{name}.{key}": value for key, value in said.items()}
     return settings
 
 
 def _held_back(config: RunConfig, task: Task) -> str:
     """A clause on the rows that are kept for evaluation, where those are of the same file."""
-    of_task = config.rollout.task
+    of_task = config.rollout.only_entry.task
     if getattr(of_task, "held_out_path", None) or getattr(of_task, "held_out_split", None):
         return ""
     kept = counted(len(task.held_out_rows()), "other")
@@ -243,7 +251,7 @@ def _say_outcome(asked: list[Asked], kept: int, output: Path, config: RunConfig,
 def _training_words(config: RunConfig, output: Path) -> Iterator[str]:
     """Overrides (KEY=VALUE) with which the recipe trains on the rows. If the kind of task changes, they repeat the task's other
     settings."""
-    task, reward = config.rollout.task, config.rollout.reward
+    task, reward = config.rollout.only_entry.task, config.rollout.only_entry.reward
     words: dict[str, Any] = {"rollout.task.path": str(output), "rollout.task.held_out_path": str(_held_out_path(output))}
     if not isinstance(task, FileTask):
         common = FileTask.model_fields.keys() - {"kind", "path", "held_out_path"}

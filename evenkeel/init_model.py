@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -29,7 +30,9 @@ from evenkeel.learner.results import EncodedDemonstration
 from evenkeel.learner.warmup import warm_up
 from evenkeel.rollout.config import TaskConfig
 from evenkeel.rollout.tasks.chat import ChatEncoder
-from evenkeel.task_config import questions
+from evenkeel.rollout.tasks.mixture import Mixture
+from evenkeel.rollout.trajectory import Demonstration
+from evenkeel.task_config import mixture, questions
 
 # Peak memory of a conversion in copies of the float32 weights: 1.43 GB for 538 MB, the libraries' own 0.5 GB among them.
 _PEAK_COPIES = 2.7
@@ -52,13 +55,29 @@ class InitRecord(BaseModel):
     """How a model folder was made. It is kept in the folder, so that one knows which questions the supervised start has seen."""
 
     init: InitConfig
-    task: TaskConfig
+    tasks: tuple[TaskConfig, ...] = ()
+    """Those whose questions the supervised start has seen."""
     source: Source | None = None
     """Source of published weights; None: the model was made from nothing."""
 
     def is_of(self, config: RunConfig) -> bool:
-        """Whether a recipe asks for this model. The task of published weights plays no part in them."""
-        return self.init == config.init and (self.source is not None or self.task == config.rollout.task)
+        """Whether a recipe asks for this model."""
+        return self.init == config.init and (self.source is not None or self.tasks == tasks_of(config))
+
+    def demonstrations(self, limit_s: float) -> tuple[Demonstration, ...]:
+        """The questions of the supervised start; none of published weights. Args: limit_s: deadline of reading them, seconds."""
+        if not self.tasks:
+            return ()
+        tasks = {str(number): questions(task, limit_s) for number, task in enumerate(self.tasks)}
+        return _all(Mixture(tasks).demonstrations(self.init.warmup.steps * self.init.warmup.sequences_per_step))
+
+
+def _all(demonstrations: Mapping[str, Sequence[Demonstration]]) -> tuple[Demonstration, ...]:
+    return tuple(chain.from_iterable(demonstrations.values()))
+
+
+def tasks_of(config: RunConfig) -> tuple[TaskConfig, ...]:
+    return tuple(entry.task for entry in config.rollout.entries)
 
 
 def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str], None]) -> None:
@@ -83,7 +102,7 @@ def init_model_folder(config: RunConfig, *, if_missing: bool, say: Callable[[str
         source = published_folder(config.init, partial, config.model.parent / "downloads", config.checkpoint, say)
     else:
         _build(config, config.init, partial, say)
-    record = InitRecord(init=config.init, task=config.rollout.task, source=source)
+    record = InitRecord(init=config.init, tasks=() if source else tasks_of(config), source=source)
     (partial / INIT_RECORD).write_text(record.model_dump_json(indent=2))
     config.model.parent.mkdir(parents=True, exist_ok=True)
     partial.rename(config.model)
@@ -116,20 +135,21 @@ def _build(config: RunConfig, init: InitConfig, folder: Path, say: Callable[[str
 
     blank = folder.with_suffix(".blank")
     shutil.rmtree(blank, ignore_errors=True)
-    unencoded = questions(config.rollout.task, config.deadlines.start_s).demonstrations(init.tokenizer_texts)
+    unencoded = _all(mixture(config, {}).demonstrations(init.tokenizer_texts))
     parameters = build_nano_model(blank, [d.prompt_text for d in unencoded], init.architecture)
-    encoder = ChatEncoder.of_folder(blank, config.rollout.task)
-    say(f"nano model: {parameters / 1e6:.2f}M parameters, vocabulary of {len(encoder.tokenizer)}")
-    task = questions(config.rollout.task, config.deadlines.start_s, encoder)
-    worked = task.demonstrations(init.warmup.steps * init.warmup.sequences_per_step)
-    say(str(task.check(demonstrations=worked)))
+    encoders = ChatEncoder.of_entries(blank, config.rollout)
+    say(f"nano model: {parameters / 1e6:.2f}M parameters, vocabulary of {len(next(iter(encoders.values())).tokenizer)}")
+    tasks = mixture(config, encoders)
+    worked = tasks.demonstrations(init.warmup.steps * init.warmup.sequences_per_step)
+    for task in tasks.tasks.values():
+        say(str(task.check(demonstrations=_all(worked))))
     learner = LearnerRank(init.learner)
     learner.load(blank)
     with Progress(transient=True) as progress:
         bar = progress.add_task("supervised warm-up", total=init.warmup.steps)
         losses = warm_up(
             learner,
-            [EncodedDemonstration(*encoder.encode_demonstration(d.prompt, d.answer)) for d in worked],
+            [EncodedDemonstration(*encoders[name].encode_demonstration(d.prompt, d.answer)) for name in worked for d in worked[name]],
             init.warmup,
             on_step=lambda step, loss: progress.update(bar, completed=step + 1),
         )

@@ -22,7 +22,7 @@ class Meant(NamedTuple):
 
 _IN_BATCH = "counts prompts: trajectories are groups_per_step x rollout.sampling.samples_per_group"
 _EPOCHS = "a run has steps, not epochs, and begins its questions again by itself: set steps to EPOCHS x questions / groups_per_step"
-_TRUNCATED = "answers are sampled from the whole vocabulary, since that is what their logprobs are of; evaluation.top_p is for evaluations"
+_PENALISED = "answers are sampled without penalties, which the learner doesn't know: every importance ratio would be biased"
 _LORA = "all weights are trained; there is no LoRA"
 _NO_CRITIC = "there is no critic: the advantage of an answer is over its group (correction.advantage.estimator)"
 _MICROBATCH = "in tokens of a rank; it changes no result"
@@ -67,7 +67,10 @@ _WORDS: tuple[tuple[str, Meant], ...] = (
     ("max_prompt_length prompt_max_len rollout_max_prompt_len", Meant("rollout.task.max_prompt_tokens")),
     ("max_model_len max_model_length max_seq_length max_length rollout_max_context_len", Meant("rollout.engine.context_length")),
     ("temperature rollout_temperature", Meant("rollout.sampling.temperature", "of an evaluation it is evaluation.temperature")),
-    ("top_p top_k min_p repetition_penalty rollout_top_p rollout_top_k", Meant("", _TRUNCATED)),
+    ("top_p rollout_top_p", Meant("rollout.sampling.top_p", "of an evaluation it is evaluation.top_p")),
+    ("top_k rollout_top_k", Meant("rollout.sampling.top_k", "left out for the whole vocabulary, which is -1 or 0 elsewhere")),
+    ("min_p", Meant("rollout.sampling.min_p")),
+    ("repetition_penalty presence_penalty frequency_penalty", Meant("", _PENALISED)),
     ("mask_truncated_completions overlong_filter overlong_filtering", Meant("rollout.overlong.kind", "mask")),
     ("overlong_buffer overlong_buffer_cfg soft_overlong_punishment", Meant("rollout.overlong.kind", "penalise")),
     # Losses.
@@ -120,7 +123,8 @@ _WORDS: tuple[tuple[str, Meant], ...] = (
     ("save_total_limit max_ckpt_to_keep max_ckpt_num max_actor_ckpt_to_keep", Meant("checkpoint.keep")),
     ("eval_steps test_freq eval_interval eval_every eval_freq", Meant("evaluation.every_steps")),
     ("n_samples_per_eval_prompt eval_n_samples_per_prompt", Meant("evaluation.samples")),
-    ("report_to project_name wandb_project use_wandb wandb", Meant("metrics.wandb_project")),
+    ("report_to use_wandb wandb use_mlflow mlflow", Meant("metrics.views")),
+    ("project_name wandb_project", Meant("", "a tracker's own variable says it: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME")),
     ("run_name experiment_name exp_name", Meant("name")),
     ("logging_steps log_interval log_level", Meant("", "each step is in metrics.jsonl, TensorBoard and on the terminal")),
     ("actor_rollout_ref algorithm trainer data actor", Meant("", _SECTION)),

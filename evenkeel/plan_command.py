@@ -16,6 +16,7 @@ from rich.table import Table
 
 from evenkeel.actors.config import RunConfig
 from evenkeel.correction.errors import counted
+from evenkeel.correction.settings.schedule import needs_logprobs_at_sampling
 from evenkeel.doctor.facts import Complaint, PaperFacts
 from evenkeel.doctor.memory_rules import gib, rank_options
 from evenkeel.doctor.on_paper import enough, on_paper, worst_first
@@ -66,7 +67,7 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
     engines += f" of {rollout.engine.tensor_parallel} GPUs" if rollout.engine.tensor_parallel > 1 else ""
     head = f"{plan.parameters / 1e9:.2f}B parameters in {plan.tensors:,} tensors; {plan.gpus}"
     return {
-        f"{config.model.name}: {head}": [("batch", config.batch_arithmetic())],
+        f"{config.model.name}: {head}": [("batch", config.batch_arithmetic()), *_of_earlier_weights(config)],
         f"learner: {ranks}, {learner.dtype}": _of_rank(plan, config),
         f"engines: {engines}, {rollout.engine.dtype}": _of_engine(plan, config),
         "outside the GPUs": [
@@ -77,6 +78,18 @@ def sections(plan: RunPlan, config: RunConfig) -> dict[str, list[tuple[str, str]
         "memory of the hosts": [row for one in plan.hosts for row in _of_host(one)],
         f"layouts of {ranks}": _of_layouts(plan, config),
     }
+
+
+def _of_earlier_weights(config: RunConfig) -> list[tuple[str, str]]:
+    """What it costs to tell mismatch and staleness apart in every batch."""
+    if not (config.max_staleness and needs_logprobs_at_sampling(config.correction)):
+        return []
+    words = (
+        f"a forward pass over a trajectory for each earlier version among its tokens, at most {config.max_staleness}: free while the "
+        f"learner waits for rollouts, else in addition to the step (time/split_s); {counted(config.earlier_weights, 'earlier version')} "
+        "in each rank's host memory, see below"
+    )
+    return [("mismatch apart", words)]
 
 
 def _of_rank(plan: RunPlan, config: RunConfig) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.exporter import check_addresses
 from evenkeel.actors.pool.faults import PATIENCE_S
 from evenkeel.actors.processes.disk import MODEL_OR_RUN, ON_DISK, by_disk_at_start
-from evenkeel.actors.record.metric_views import wandb_for
+from evenkeel.actors.record.metric_views import check_views
 from evenkeel.actors.settings.devices import check_devices
 from evenkeel.actors.settings.resolve import asks_for_gpus, kept, with_devices
 from evenkeel.correction.errors import EvenkeelError
@@ -22,23 +22,27 @@ from evenkeel.doctor.facts import Complaint
 from evenkeel.doctor.gather import paper_facts
 from evenkeel.doctor.on_paper import on_paper, stop_at_failures
 from evenkeel.doctor.start_checks import config_for_model
-from evenkeel.engines.machine import gc_paused
+from evenkeel.engines.machine import fast_bfloat16, gc_paused
 from evenkeel.init_model import read_record
+from evenkeel.rollout.config import TaskEntry, named
+from evenkeel.rollout.door.agents import check_program
+from evenkeel.rollout.environments.environments import EnvironmentPool
 from evenkeel.rollout.rewards.reward_trial import WRONG, trial_notes
 from evenkeel.rollout.rewards.rewards import RewardError, RewardPool
 from evenkeel.rollout.tasks.chat import ChatEncoder
-from evenkeel.rollout.tasks.tasks import Task, check_task_names
+from evenkeel.rollout.tasks.mixture import Mixture
+from evenkeel.rollout.tasks.tasks import Task
 from evenkeel.rollout.trajectory import Demonstration
-from evenkeel.task_config import DISK_OR_HUB, IF_SLOW, questions
+from evenkeel.task_config import DISK_OR_HUB, IF_SLOW, mixture
 
 
 @gc_paused()  # it imports transformers and the task's library
-def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[RunConfig, Task, list[str]]:
+def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[RunConfig, Mixture, list[str]]:
     """Check a run before anything of it is made.
 
     Args:
         resumed_from: model folder of the checkpoint, which has taken the place of config.model, wherever that may be by now.
-    Returns: the resolved configuration, which is what runs; the task; and what to say about it.
+    Returns: the resolved configuration, which is what runs; its tasks; and what to say about it.
     Raises: DataError, ConfigError; DiskLate.
     """
     model, has_weights = (resumed_from, True) if resumed_from else outline(config)
@@ -56,7 +60,7 @@ def prepare(config: RunConfig, *, resumed_from: Path | None = None) -> tuple[Run
 class Inputs:
     """What a run is given besides its settings and its model, as a start finds it."""
 
-    task: Task | None
+    task: Mixture | None
     """None: there is a reason against it."""
     found: list[Complaint]
     """Notes and warnings."""
@@ -73,35 +77,37 @@ def check_inputs(config: RunConfig, model: Path | None, *, is_resumed: bool = Fa
         lacking: takes each reason against the run; None: the first is raised.
     Raises: DataError, ConfigError, DiskLate, if nothing takes the reasons.
     """
-    encoder, task, found, limit_s = None, None, list[Complaint](), config.deadlines.disk_s
+    encoders, task, found, limit_s = dict[str, ChatEncoder](), None, list[Complaint](), config.deadlines.disk_s
     with kept(lacking):
         check_addresses(config.metrics.bind, config.metrics.discovery_port, has_cluster=config.ray.address is not None)
     with kept(lacking):
-        if config.metrics.wandb_project:
-            wandb_for(config.metrics.wandb_project)
+        check_views(config.metrics.views)
     if model is not None:
         with kept(lacking):
             what, disk = f"tokenizer of {model}", ON_DISK if is_resumed else MODEL_OR_RUN
-            encoder = by_disk_at_start(partial(_encoder, config, model), what, disk=disk, computes=True, limit_s=lambda: limit_s)
-            found += [] if encoder.remark is None else [Complaint("note", encoder.remark)]
+            read = partial(ChatEncoder.of_entries, model, config.rollout, is_limited=True)
+            encoders = by_disk_at_start(read, what, disk=disk, computes=True, limit_s=lambda: limit_s)
+            remarks = dict.fromkeys(encoder.remark for encoder in encoders.values() if encoder.remark is not None)
+            found += [Complaint("note", remark) for remark in remarks]
     with kept(lacking):
-        check_task_names(config.rollout.task)
-        task = questions(config.rollout.task, config.deadlines.start_s, encoder)
-    with kept(lacking):
-        found += [Complaint("warn", text) for text in asyncio.run(_try_reward(config, task, is_resumed=is_resumed))]
+        task = mixture(config, encoders)
+    for entry in config.rollout.entries:
+        its = None if task is None else task.tasks[entry.name]
+        with kept(lacking), named(entry):
+            found += [Complaint("warn", text) for text in asyncio.run(_try_reward(config, entry, its, is_resumed=is_resumed))]
+        if entry.environment is not None or entry.agent is not None:
+            with kept(lacking), named(entry):
+                asyncio.run(_try_turns(entry, its, encoders.get(entry.name)))
     if task is not None:
         with kept(lacking):
             # A resumed run has had them checked; what the model was made from need not be there any more.
             demonstrations = () if is_resumed or model is None else warmup_demonstrations(model, config.deadlines.start_s)
-            report = task.check(demonstrations=demonstrations)
-            found += [Complaint("note", str(report)), *(Complaint("warn", text) for text in report.warnings)]
-            found += [Complaint("warn", f"skipped {row}") for row in report.skipped[:5]]
+            for name, its in task.tasks.items():
+                others = {other: held for other, held in task.tasks.items() if other != name}
+                report = its.check(demonstrations=demonstrations, others=others)
+                found += [Complaint("note", str(report)), *(Complaint("warn", text) for text in report.warnings)]
+                found += [Complaint("warn", f"skipped {row}") for row in report.skipped[:5]]
     return Inputs(task, found)
-
-
-def _encoder(config: RunConfig, model: Path) -> ChatEncoder:
-    """Raises: DataError, ConfigError."""
-    return ChatEncoder.of_folder(model, config.rollout.task, config.rollout)
 
 
 def outline(config: RunConfig) -> tuple[Path, bool]:
@@ -134,10 +140,19 @@ def decide_devices(config: RunConfig) -> tuple[RunConfig, list[str]]:
             f"device: auto is the CPU: no node of the cluster at {config.ray.address} offers a GPU by now. To wait for nodes that do, set "
             "rollout.engine.device and learner.device to cuda"
         )
-    return with_devices(config, has_gpu=has_gpu), notes
+    decided = with_devices(config, has_gpu=has_gpu)
+    if config.learner.dtype == "bfloat16_if_fast" and decided.learner.device == "cpu":
+        notes.append(f"learner.dtype: bfloat16_if_fast is {decided.learner.dtype} here: {_of_bfloat16(fast_bfloat16())}")
+    return decided, notes
 
 
-async def _try_reward(config: RunConfig, task: Task | None, *, is_resumed: bool) -> list[str]:
+def _of_bfloat16(instructions: str | None) -> str:
+    if instructions is None:
+        return "this processor has no instructions that multiply in bfloat16"
+    return f"this processor multiplies in it ({instructions}). Engine and learner differ by more than in float32; the correction bears that"
+
+
+async def _try_reward(config: RunConfig, entry: TaskEntry, task: Task | None, *, is_resumed: bool) -> list[str]:
     """Score answers to one held-out question, so that a broken reward function shows before anything is started.
 
     Args: task: None: none could be read; then the function is only loaded.
@@ -145,9 +160,9 @@ async def _try_reward(config: RunConfig, task: Task | None, *, is_resumed: bool)
         its judge is waited for.
     Raises: ConfigError, DataError.
     """
-    sample, reward = None if task is None else task.held_out_sample(), config.rollout.reward
+    sample, reward = None if task is None else task.held_out_sample(), entry.reward
     if reward.kind == "function":
-        pool = RewardPool(reward, config.rollout.task)
+        pool = RewardPool(reward, entry.task)
         try:
             scores = await pool.check(sample, WRONG)
         except RewardError as error:
@@ -157,9 +172,28 @@ async def _try_reward(config: RunConfig, task: Task | None, *, is_resumed: bool)
         finally:
             await pool.close()
         if sample is not None and not is_resumed:
-            right = config.evaluation.correct_at
+            right = config.correct_at[entry.name]
             return list(trial_notes(scores, has_answer=bool(sample.answer), extraction=reward.extraction, correct_at=right))
     return []
+
+
+async def _try_turns(entry: TaskEntry, task: Task | None, encoder: ChatEncoder | None) -> None:
+    """Have the chat template go on after a turn, and begin one environment or look for the agent's program, so that a mistake shows before
+    anything is started.
+
+    Raises: ConfigError, DataError.
+    """
+    if encoder is not None:
+        said = encoder.tokenizer.encode("1", add_special_tokens=False)
+        encoder.following("1", said, [{"role": "user", "content": "1"}])
+    if entry.agent is not None:
+        await check_program(entry.agent)
+    if entry.environment is not None and task is not None:
+        pool = EnvironmentPool(entry.environment)
+        try:
+            await pool.check(task.held_out_sample())
+        finally:
+            await pool.close()
 
 
 def warmup_demonstrations(model: Path, limit_s: float) -> tuple[Demonstration, ...]:
@@ -168,6 +202,4 @@ def warmup_demonstrations(model: Path, limit_s: float) -> tuple[Demonstration, .
     Args: limit_s: deadline of reading them, seconds.
     """
     record = read_record(model)
-    if record is None or record.source is not None:
-        return ()
-    return questions(record.task, limit_s).demonstrations(record.init.warmup.steps * record.init.warmup.sequences_per_step)
+    return () if record is None else record.demonstrations(limit_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,16 +27,17 @@ from evenkeel.correction.settings.schedule import needs_topk
 from evenkeel.engines.machine import is_open
 from evenkeel.explain import flat
 from evenkeel.recipe import COMMAND_LINE, Recipe, as_recipe, read_recipe
-from evenkeel.rollout.config import FileTask, FunctionReward, HuggingFaceTask
+from evenkeel.rollout.config import EnvironmentConfig, FileTask, FoldersTask, FunctionReward, HuggingFaceTask, TaskEntry
 
 _MOVABLE_TASK_SETTINGS = ("rollout.task.path", "rollout.task.held_out_path")
 # Settings by which groups are sampled and scored, or prefixes of such settings.
 _OF_SAMPLES = ("rollout.", "learner.routing_replay", "true_on_policy")
-# Those of them that say how an engine works, not what it is asked. If one has changed, groups are sampled again without --discard-queue.
+# Those of them that say how an engine works, not what it is asked. If one has changed, groups are sampled again without --discard-groups.
 _OF_ENGINES = ("rollout.engine.",)
 # Those of them that change neither an answer nor its score. The reward's limits (time, memory, files) do: beyond one, an answer has no
 # score.
 _NOT_OF_SAMPLES = (
+    *("rollout.weight", "rollout.solve_rate_floor"),
     *("rollout.workers", "rollout.min_workers", "rollout.max_workers"),
     *("rollout.gpus_per_worker", "rollout.slots", "rollout.reward.processes"),
     "rollout.overlong",  # settled as a group is packed into a batch
@@ -45,7 +47,13 @@ _NOT_OF_SAMPLES = (
     *("rollout.engine.attention_data_parallel", "rollout.engine.threads", "rollout.engine.prefix_cache"),
     *("rollout.engine.weight_group_backend", "rollout.engine.weight_group_timeout_s", "rollout.engine.log_level"),
     *_MOVABLE_TASK_SETTINGS,
-    "rollout.reward.folder",
+    *(
+        "rollout.reward.folder",
+        "rollout.environment.folder",
+        "rollout.environment.processes",
+        "rollout.agent.folder",
+        "rollout.agent.processes",
+    ),
 )
 # Derived settings that change what is trained: a resume on another machine has to be told that it is meant.
 _NEVER_BY_ITSELF = ("learner.dtype", "learner.learning_rate")
@@ -86,7 +94,7 @@ def find_resume_point(folder: RunFolder, overrides: Sequence[str]) -> Resume:
         disk=MODEL_OR_RUN,
         limit_s=lambda: deadlines.disk_s,
     )
-    if point.checkpoint.step > config.steps:  # at the last step the evaluation may be left, see evenkeel/report/run_doctor.py
+    if point.checkpoint.step > config.steps:  # at the last step the evaluation may be left, see evenkeel/doctor/run_doctor.py
         raise ConfigError(
             f"steps = {config.steps}, but {folder.path} has done {point.checkpoint.step}: nothing is left. "
             f"Add steps={point.checkpoint.step + 100} to train on"
@@ -136,20 +144,30 @@ def _goes_on(recipe: Recipe[RunConfig], key: str, device: str, were: Mapping[str
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The same run, whatever folder it is resumed in: model and data by their absolute paths."""
-    task = config.rollout.task
+    return config.model_copy(update={"model": absolute(config.model), "rollout": config.rollout.with_entries(_with_absolute_paths)})
+
+
+def _with_absolute_paths(entry: TaskEntry) -> TaskEntry:
+    task, reward, environment, agent = entry.task, entry.reward, entry.environment, entry.agent
     if isinstance(task, FileTask):
         held_out = task.held_out_path and task.held_out_path.absolute()
         task = task.model_copy(update={"path": task.path.absolute(), "held_out_path": held_out})
+    elif isinstance(task, FoldersTask):
+        held_out = task.held_out_path and task.held_out_path.absolute()
+        programs = tuple(folder.absolute() for folder in task.programs)
+        task = task.model_copy(update={"path": task.path.absolute(), "held_out_path": held_out, "programs": programs})
     elif isinstance(task, HuggingFaceTask) and Path(task.path).exists():  # otherwise a name on the hub
         task = task.model_copy(update={"path": str(Path(task.path).absolute())})
-    reward = config.rollout.reward
     if isinstance(reward, FunctionReward):
         reward = reward.model_copy(update={"folder": _folder_of(reward)})
-    rollout = config.rollout.model_copy(update={"task": task, "reward": reward})
-    return config.model_copy(update={"model": absolute(config.model), "rollout": rollout})
+    if environment is not None:
+        environment = environment.model_copy(update={"folder": _folder_of(environment)})
+    if agent is not None:
+        agent = agent.model_copy(update={"folder": (agent.folder or Path.cwd()).absolute()})
+    return entry.model_copy(update={"task": task, "reward": reward, "environment": environment, "agent": agent})
 
 
-def _folder_of(reward: FunctionReward) -> Path:
+def _folder_of(reward: FunctionReward | EnvironmentConfig) -> Path:
     """The folder with the module: the one that is given, or was when the run began, unless only that of this start has it."""
     name, here = reward.path.partition(":")[0].partition(".")[0], Path.cwd()
     given = (reward.folder or here).absolute()
@@ -158,7 +176,7 @@ def _folder_of(reward: FunctionReward) -> Path:
 
 
 def with_settings(
-    folder: RunFolder, point: ResumePoint, recipe: Recipe[RunConfig], config: RunConfig, *, discard_queue: bool = False
+    folder: RunFolder, point: ResumePoint, recipe: Recipe[RunConfig], config: RunConfig, *, discard_groups: bool = False
 ) -> ResumePoint:
     """The point of a run that goes on with this configuration, compared with what its checkpoint ran with: what has changed is said, and
     groups that were sampled otherwise are sampled again.
@@ -167,9 +185,9 @@ def with_settings(
         folder: its config.yaml is still that of the run so far.
         recipe: of which the configuration was made.
         config: resolved.
-        discard_queue: throw away finished groups that can't be trained on with these settings; their prompts are sampled again.
+        discard_groups: throw away finished groups that can't be trained on with these settings; their prompts are sampled again.
     Raises: ConfigError for what changes tokens, loss or optimizer without having been asked for, or for such settings without
-        discard_queue; OSError.
+        discard_groups; OSError.
     """
     then = point.state.settings or folder.read_config()
     changed = changed_settings(then, config)
@@ -187,7 +205,7 @@ def with_settings(
     for what, found in told.items():
         if found:
             point = replace(point, notes=(*point.notes, ("info", f"{what}: {listed(found)}")))
-    return _with_groups_of_these_settings(point, then, config, changed, discard_queue=discard_queue)
+    return _with_groups_of_these_settings(point, then, config, changed, discard_groups=discard_groups)
 
 
 def run_recipe(folder: RunFolder, overrides: Sequence[str]) -> Recipe[RunConfig]:
@@ -207,12 +225,15 @@ def recipe_as_kept(recipe: Recipe[RunConfig], config: RunConfig) -> dict[str, An
 
     Args: config: of the recipe, with absolute paths and the hub's commits.
     """
-    given, task, reward = copy.deepcopy(recipe.given), config.rollout.task, config.rollout.reward
+    given = copy.deepcopy(recipe.given)
     given["model"] = str(config.model)
-    found = {"task": {name: getattr(task, name, None) for name in ("path", "held_out_path", "revision")}}
-    found["reward"] = {"folder": getattr(reward, "folder", None)}
-    for section, values in found.items():
-        given["rollout"][section] |= {name: str(value) for name, value in values.items() if value is not None}
+    for entry, written in zip(config.rollout.entries, given["rollout"].get("tasks") or [given["rollout"]], strict=True):
+        found = {"task": {name: getattr(entry.task, name, None) for name in ("path", "held_out_path", "revision")}}
+        for section in ("reward", "environment", "agent"):
+            if (own_code := getattr(entry, section)) is not None:
+                found[section] = {"folder": getattr(own_code, "folder", None)}
+        for section, values in found.items():
+            written[section] |= {name: str(value) for name, value in values.items() if value is not None}
     return given
 
 
@@ -230,7 +251,8 @@ def _refuse_lost_settings(config: RunConfig, changed: Mapping[str, tuple[Any, An
                 f"ignored (the run began with {began_with}). Leave it out; to train another model, start a new run"
             )
     for key in changed:
-        if key.startswith("rollout.task.") and key not in _MOVABLE_TASK_SETTINGS:
+        of_task = _as_of_one_task(key)
+        if of_task.startswith(("rollout.task.", "rollout.name")) and of_task not in _MOVABLE_TASK_SETTINGS:
             old, new = changed[key]
             raise ConfigError(
                 f"{key} = {new}, but {folder.path} ran with {old}: a resume counts on in the run's own questions, and would take some "
@@ -259,37 +281,49 @@ def _check_reference(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def _with_groups_of_these_settings(
-    point: ResumePoint, then: Mapping[str, Any], config: RunConfig, changed: Mapping[str, tuple[Any, Any]], *, discard_queue: bool
+    point: ResumePoint, then: Mapping[str, Any], config: RunConfig, changed: Mapping[str, tuple[Any, Any]], *, discard_groups: bool
 ) -> ResumePoint:
     """Finished groups that were sampled with other settings are sampled again: trained with these, their ratios would be wrong.
 
     Raises: ConfigError for settings that make them useless, unless they may be discarded.
     """
-    queue = point.state.queue
-    reasons = [key for key in changed if key.startswith(_OF_SAMPLES) and not key.startswith(_NOT_OF_SAMPLES)]
+    book = point.state.book
+    reasons = [key for key in changed if key.startswith(_OF_SAMPLES) and not _as_of_one_task(key).startswith(_NOT_OF_SAMPLES)]
     if needs_topk(config.correction) > needs_topk(CorrectionConfig.model_validate(then.get("correction", {}))):
         reasons.append("correction (it looks at the most likely tokens)")
-    if not reasons or not queue.finished:
+    if not reasons or not book.finished:
         return point
     useless = [reason for reason in reasons if not reason.startswith(_OF_ENGINES)]
-    if useless and not discard_queue:
+    if useless and not discard_groups:
         diff = ", ".join(f"{key} ({short(changed[key][0])} -> {short(changed[key][1])})" if key in changed else key for key in useless)
-        groups = f"{counted(len(queue.finished), 'finished group')} of {point.checkpoint.path}"
+        groups = f"{counted(len(book.finished), 'finished group')} of {point.checkpoint.path}"
         raise ConfigError(
-            f"{diff}: {groups} can't be trained on with that. Leave it as it was, or add --discard-queue: their "
+            f"{diff}: {groups} can't be trained on with that. Leave it as it was, or add --discard-groups: their "
             "answers are thrown away and their prompts asked again"
         )
-    again = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in queue.finished]
-    in_flight = tuple(sorted([*queue.in_flight, *again], key=lambda ticket: ticket.group_id))
+    again = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in book.finished]
+    in_flight = tuple(sorted([*book.in_flight, *again], key=lambda ticket: ticket.group_id))
     note = f"{len(again)} finished groups of the checkpoint are sampled again, because of {', '.join(reasons)}"
-    state = replace(point.state, queue=replace(queue, in_flight=in_flight, finished=()))
+    state = replace(point.state, book=replace(book, in_flight=in_flight, finished=()))
     return replace(point, state=state, notes=(*point.notes, ("info", note)))
 
 
 def changed_settings(then: Mapping[str, Any], now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (value then, value now), of the settings that differ. Args: then: as config.yaml has them."""
-    old, new = flat(then), flat(now.model_dump(mode="json"))
+    old, new = flat(_numbered(then)), flat(_numbered(now.model_dump(mode="json")))
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+
+
+def _numbered(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the list of tasks as a mapping by number, so that each key of a task is one."""
+    rollout = dict(settings.get("rollout", {}))
+    rollout["tasks"] = {str(number): task for number, task in enumerate(rollout.get("tasks") or ())}
+    return {**settings, "rollout": rollout}
+
+
+def _as_of_one_task(key: str) -> str:
+    """The key that a setting of one of several tasks has where there is one; others as they are."""
+    return re.sub(r"^rollout\.tasks\.\d+\.", "rollout.", key)
 
 
 def listed(changed: Mapping[str, tuple[Any, Any]]) -> str:

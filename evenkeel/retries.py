@@ -49,17 +49,17 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _FINAL = (0, 3, *(code for number in signals.SIGNALS for code in (-number, signals.exit_code(number))))
 
 
-def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *, retries: int, discard_queue: bool = False) -> int:
+def run_with_retries(recipe: Path | None, words: Sequence[str], run_dir: Path, *, retries: int, discard_groups: bool = False) -> int:
     """Run the training in a child process, and again when that dies, from its newest checkpoint.
 
     Args:
         recipe: of a new run; None: go on with that of `run_dir`.
         words: settings (KEY=VALUE) for every attempt.
         retries: attempts after the first, at most.
-        discard_queue: see with_settings.
+        discard_groups: see with_settings.
     Returns: the exit code for this process: that of the last attempt, as shells count.
     """
-    flags, before = ["--discard-queue"] if discard_queue else [], _last_step(run_dir)
+    flags, before = ["--discard-groups"] if discard_groups else [], _last_step(run_dir)
     for retry in range(retries + 1):
         is_resumed = recipe is None or (retry > 0 and _has_begun(run_dir))
         arguments = ["--resume", str(run_dir), *flags, *words] if is_resumed else [str(recipe), *words, f"run_dir={run_dir}"]

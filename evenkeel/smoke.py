@@ -115,7 +115,7 @@ def _settings(config: RunConfig, model: Path, run: Path) -> list[str]:
         "dynamic_sampling=false",
         "monitor.on_alarm=none",
         "monitor.preset=null",
-        "metrics.wandb_project=null",
+        "metrics.views=[tensorboard]",
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from evenkeel.actors.config import RunConfig
 from evenkeel.actors.processes.disk import by_disk_at_start
 from evenkeel.correction.errors import DataError
 from evenkeel.recipe import load_config
-from evenkeel.rollout.config import TaskConfig
+from evenkeel.rollout.config import TaskConfig, named
 from evenkeel.rollout.tasks.chat import ChatEncoder
-from evenkeel.rollout.tasks.tasks import Task, build_task
+from evenkeel.rollout.tasks.mixture import Mixture
+from evenkeel.rollout.tasks.tasks import Task, build_task, check_task_names
 
 LONGEST_ANSWER = 256
 """Tokens of an answer to a data set that has no recipe, if that is at most a quarter of the model's context."""
@@ -55,7 +56,9 @@ def task_config(model: Path, task: str, overrides: Sequence[str], *, problems: i
     """
     wanted = [f"model={model}", f"rollout.task.held_out_size={problems}"]
     if is_recipe(task):
-        return load_config(RunConfig, Path(task), [*wanted, *overrides])
+        several = len(load_config(RunConfig, Path(task), [f"model={model}", *overrides]).rollout.tasks)
+        sizes = [f"rollout.tasks.{number}.task.held_out_size={problems}" for number in range(several)]
+        return load_config(RunConfig, Path(task), [*([f"model={model}", *sizes] if several else wanted), *overrides])
     kinds = ["rollout.task.kind=reasoning_gym", f"rollout.task.dataset={task}", "rollout.reward.kind=reasoning_gym"]
     answer = min(LONGEST_ANSWER, max(1, model_context(model) // 4))
     made_up = ["steps=1", "groups_per_step=1", *kinds, f"rollout.sampling.max_tokens={answer}"]
@@ -76,12 +79,29 @@ DISK_OR_HUB = "their disk, or the hub"
 IF_SLOW = "If it is only slow, raise deadlines.start_s; what has been downloaded by now is kept"
 
 
-def questions(task: TaskConfig, limit_s: float, encoder: ChatEncoder | None = None) -> Task:
+def mixture(config: RunConfig, encoders: Mapping[str, ChatEncoder]) -> Mixture:
+    """The tasks of a run. Args: encoders: by the task's name; none: its prompts have no token ids. Raises: as `questions`."""
+    tasks = {}
+    for entry in config.rollout.entries:
+        with named(entry):
+            check_task_names(entry.task)
+            tasks[entry.name] = questions(entry.task, config.deadlines.start_s, encoders.get(entry.name), called=entry.name)
+    weights = {entry.name: entry.weight_at for entry in config.rollout.entries}
+    return Mixture(
+        tasks,
+        lambda name, step: weights[name](step),
+        groups_per_step=config.groups_per_step,
+        floor=config.rollout.solve_rate_floor,
+        correct_at=config.correct_at,
+    )
+
+
+def questions(task: TaskConfig, limit_s: float, encoder: ChatEncoder | None = None, *, called: str = "") -> Task:
     """The task; all questions of a file or a data set are in memory then. It is told every half minute what is waited for.
 
-    Args: limit_s: deadline, seconds; some minutes at least.
+    Args: limit_s: deadline, seconds; some minutes at least. called: its name among several.
     Raises: as build_task; DiskLate.
     """
     what = f"the questions of the task ({getattr(task, 'path', task.kind)})"
-    make = partial(build_task, task, encoder)
+    make = partial(build_task, task, encoder, called=called)
     return by_disk_at_start(make, what, disk=DISK_OR_HUB, computes=True, remedy=IF_SLOW, limit_s=lambda: limit_s)

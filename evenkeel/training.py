@@ -31,15 +31,15 @@ from evenkeel.doctor.facts import Nodes
 from evenkeel.doctor.gather import nodes_of_cluster, own_machine, when_others_have_left
 from evenkeel.doctor.on_nodes import on_nodes, requests
 from evenkeel.doctor.on_paper import stop_at_failures
+from evenkeel.doctor.run_doctor import EVALUATION, left_after_training
 from evenkeel.doctor.surroundings import check_surroundings
 from evenkeel.doctor_command import table_of
 from evenkeel.plan.shape import ModelShape
 from evenkeel.preparation import prepare
 from evenkeel.recipe import Recipe
-from evenkeel.report.run_doctor import EVALUATION, left_after_training
 from evenkeel.resume_point import find_resume_point, recipe_as_kept, recipe_of, with_absolute_paths, with_settings
 from evenkeel.rollout.stacks import register_stack_dump
-from evenkeel.rollout.tasks.tasks import Task
+from evenkeel.rollout.tasks.mixture import Mixture
 
 T = TypeVar("T")
 # Longest time for the report and the end of the process, if something that the run has left hangs or uploads slowly.
@@ -53,12 +53,12 @@ _AFTER_ALL = "after all was saved"
 
 
 def train_run(
-    recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_queue: bool = False, stays: bool = True
+    recipe: Path | None, overrides: Sequence[str], resume: Path | None, *, discard_groups: bool = False, stays: bool = True
 ) -> RunSummary:
     """Run a recipe, or go on with a run folder; prints as it goes.
 
     Args:
-        discard_queue: on a resume, see with_settings.
+        discard_groups: on a resume, see with_settings.
         stays: the folder will be there afterwards, and the last lines name what is in it.
     Raises: EvenkeelError kinds for whatever is wrong with the input; the folder keeps what there is by then.
     """
@@ -89,7 +89,7 @@ def train_run(
                     put(done[1], sys.stdout)
                     return done[0]
             config, task, notes = prepare(config, resumed_from=point.checkpoint.hf if point else None)
-        ready = partial(_made_ready, folder, read, config, point, task, is_new=resume is None, discard_queue=discard_queue)
+        ready = partial(_made_ready, folder, read, config, point, task, is_new=resume is None, discard_groups=discard_groups)
         point, said = by_disk_at_start(ready, "the run's settings, and the lines of its steps", limit_s=lambda: config.deadlines.disk_s)
         return _run_in(folder, config, task, [*(("info", note) for note in notes), *said], point, stays=stays)
     finally:
@@ -113,10 +113,10 @@ def _made_ready(
     recipe: Recipe[RunConfig],
     config: RunConfig,
     point: ResumePoint | None,
-    task: Task,
+    task: Mixture,
     *,
     is_new: bool,
-    discard_queue: bool = False,
+    discard_groups: bool = False,
 ) -> tuple[ResumePoint | None, list[tuple[EventLevel, str]]]:
     """Take back what the folder has of steps after the point's, and write the settings that it goes on with.
 
@@ -126,7 +126,7 @@ def _made_ready(
     """
     said: list[tuple[EventLevel, str]] = []
     if point is not None:
-        point, taken_back = take_back(folder, with_settings(folder, point, recipe, config, discard_queue=discard_queue), task)
+        point, taken_back = take_back(folder, with_settings(folder, point, recipe, config, discard_groups=discard_groups), task)
         said += taken_back
         said += steps_without_a_line(folder, point.checkpoint.step)
     elif not is_new:
@@ -162,7 +162,7 @@ def _complete(folder: RunFolder, config: RunConfig, point: ResumePoint) -> tuple
 def _run_in(
     folder: RunFolder,
     config: RunConfig,
-    task: Task,
+    task: Mixture,
     notes: Sequence[tuple[EventLevel, str]],
     point: ResumePoint | None,
     *,
@@ -355,7 +355,7 @@ def _report(folder: RunFolder) -> Path | None:
     """Write the report, also of a run that failed after its first numbers. An error of the report must not hide the run's error."""
     if not (folder.metrics_path.exists() or folder.evaluations_path.exists()):
         return None
-    from evenkeel.report.report import write_report  # with matplotlib, for which a start doesn't wait
+    from evenkeel.dashboard.frozen import write_report  # with packages for which a start doesn't wait
 
     try:
         return write_report(folder)
@@ -386,4 +386,5 @@ def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *
         lines.append(f"report:      {report}")
     if summary.stopped_early and checkpoints and summary.steps < steps:
         lines.append(f"to go on:    evenkeel train --resume {folder.path}")
+    lines.append(f"to look:     evenkeel dashboard {folder.path}")
     return "\n".join(lines)

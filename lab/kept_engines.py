@@ -36,9 +36,10 @@ from evenkeel.correction.batch import PackedBatch
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.correct import correct, defer
 from evenkeel.correction.diagnostics.diagnose import diagnose
-from evenkeel.correction.settings.schedule import needs_reference_logprobs, needs_topk
+from evenkeel.correction.settings.schedule import needs_logprobs_at_sampling, needs_reference_logprobs, needs_topk
 from evenkeel.correction.terms.advantages import group_advantages
 from evenkeel.init_model import init_model_folder
+from evenkeel.learner.kept_weights import KeptWeights
 from evenkeel.learner.learner_rank import LearnerRank
 from evenkeel.learner.results import StepResult
 from evenkeel.recipe import load_config
@@ -252,6 +253,7 @@ class KeptRun:
         self._config = config
         self._noise = torch.Generator().manual_seed(settings.seed)
         self._needs_forward, self._defers = learner.config.needs_proximal_forward(correction), learner.config.defers(correction)
+        self._earlier = KeptWeights(learner) if needs_logprobs_at_sampling(correction) else None
 
     def step(self, step: int, groups: list[Group]) -> dict[str, float]:
         """Pack, correct, train, diagnose, as the service and the learner do; the version grows by one."""
@@ -278,9 +280,9 @@ class KeptRun:
         batch = pack_groups(
             groups,
             learner_version=self.version,
-            advantage=partial(group_advantages, **part.model_dump()),
+            advantage=partial(group_advantages, **part.of_group),
             overlong=self._config.rollout.overlong,
-            max_tokens=sampling.max_tokens,
+            max_tokens={"": sampling.max_tokens},
             temperature=sampling.temperature,
         ).batch
         if needs_topk(self.record.correction) == 0:
@@ -301,7 +303,11 @@ class KeptRun:
     def _with_forwards(self, batch: PackedBatch) -> PackedBatch:
         proximal = self.learner.logprobs(batch) if self._needs_forward else None
         reference = self.learner.reference_logprobs(batch) if needs_reference_logprobs(self.record.correction) else None
-        return replace(batch, proximal_logprobs=proximal, reference_logprobs=reference)
+        at_sampling = None
+        if self._earlier is not None:
+            at_sampling = self._earlier.at_sampling(batch, oldest=0)
+            self._earlier.keep(self.version, oldest=0)
+        return replace(batch, proximal_logprobs=proximal, reference_logprobs=reference, at_sampling_logprobs=at_sampling)
 
 
 def _learner_numbers(result: StepResult) -> dict[str, float]:

@@ -216,7 +216,7 @@ def batch_numbers(groups: list[Group]) -> dict[str, float]:
     rewards = torch.tensor(rewards_of(groups))
     group_ids = torch.tensor([k for k, group in enumerate(groups) for t in group.valid if t.reward is not None])
     part = CORRECTION.advantage
-    advantages = group_advantages(rewards, group_ids, **part.model_dump())
+    advantages = group_advantages(rewards, group_ids, **part.of_group)
     return {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std()), "advantage_std": float(advantages.std())}
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from evenkeel.correction.settings.base import Settings
 from evenkeel.correction.settings.parts import CorrectionSettings
 from evenkeel.correction.settings.schedule import defers, needs_proximal_forward
-from evenkeel.engines.machine import Device, Dtype, decided, device_of, dtype_of, is_open
+from evenkeel.engines.machine import Device, Dtype, DtypeSetting, decided, device_of, dtype_of, is_open
 
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     import torch
@@ -50,10 +50,11 @@ class LearnerConfig(Settings):
     starts, and its config.yaml has what was decided: a resumed run computes where it computed."""
     gpus_per_rank: float = Field(default=1.0, gt=0, le=1)
     """Share of a GPU that a rank asks for, and the share of its memory that it may take. Below 1 an engine fits on the same GPU."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU. In half precision the optimizer keeps float32 master
-    weights. float16 has eight times bfloat16's precision but a small range: the loss is multiplied by a scale that adapts, and updates
-    whose gradient overflows are skipped."""
+    dtype: DtypeSetting = "auto"
+    """Type of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU, bfloat16_if_fast also on a CPU that multiplies in it
+    (avx512_bf16, AMX), which takes half of float32's time: engine and learner then differ by more, and the correction bears it. In half
+    precision the optimizer keeps float32 master weights. float16 has eight times bfloat16's precision but a small range: the loss is
+    multiplied by a scale that adapts, and updates whose gradient overflows are skipped."""
     initial_loss_scale: float = Field(default=2.0**16, ge=1.0, le=2.0**32)
     """float16: factor on the loss at the start. Megatron's scaler halves it after overflows and doubles it after 1,000 updates without."""
     layers: Literal["auto", "local", "transformer_engine"] = "auto"

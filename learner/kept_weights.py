@@ -26,12 +26,12 @@ class KeptWeights:
 
     def keep(self, version: int, *, oldest: int) -> None:
         """Copy the learner's weights as they are now, which are those of `version`; free copies older than `oldest`."""
-        self._forget_before(oldest)
+        self.forget(before=oldest)
         self._copies[version] = self._learner.weights_copy()
 
-    def forget(self) -> None:
-        """Free all copies: the learner goes back, and the same versions will come with other weights."""
-        self._copies = {}
+    def forget(self, *, before: int | None = None) -> None:
+        """Free the copies older than `before`. None: all; the learner goes back, and the same versions will come with other weights."""
+        self._copies = {} if before is None else {kept: copy for kept, copy in self._copies.items() if kept >= before}
 
     def at_sampling(self, batch: PackedBatch, *, oldest: int) -> Tensor:
         """[N] float32, CPU: log pi of each trained token at the weights that sampled it; not a number where those aren't kept.
@@ -45,11 +45,8 @@ class KeptWeights:
                 said = self._learner.logprobs_with(self._copies[version], part)
                 is_theirs = part.loss_mask & (part.weight_versions == version)
                 found[index[is_theirs]] = said[is_theirs]
-        self._forget_before(oldest)
+        self.forget(before=oldest)
         return found
-
-    def _forget_before(self, version: int) -> None:
-        self._copies = {kept: copy for kept, copy in self._copies.items() if kept >= version}
 
 
 def _sequences_of(batch: PackedBatch, version: int) -> list[int]:

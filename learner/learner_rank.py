@@ -95,9 +95,10 @@ class LearnerRank:
 
         Raises: DataError naming file, tensor or option if the folder can't be trained.
         """
-        hf_config, policies = self._read(folder)
+        hf_config, policies, rounded = self._read(folder)
         chunks = [model.wrap(policy, self.config) for policy in policies]
         optimizer = GuardedOptimizer(chunks, self.config)
+        optimizer.set_masters(rounded)
         attach_schedule(chunks, optimizer)
         side_files = hf_folder.side_files(folder) if self.placement.rank == 0 else {}
         self._loaded = _Loaded(Path(folder), side_files, hf_config, chunks, optimizer)
@@ -136,7 +137,7 @@ class LearnerRank:
         """
         if self._reference is None:
             raise ConfigError("reference_logprobs: no reference model; call load_reference(folder) first")
-        return self.logprobs_with(self._reference, replace(batch, routed_experts=None, wide=None))
+        return self.logprobs_with(self._reference, batch.without_routes())
 
     def logprobs_with(self, weights: list[Tensor], batch: PackedBatch) -> Tensor:
         """`logprobs` under other weights of the model, as `weights_copy` gives them; its own come back untouched."""
@@ -172,13 +173,14 @@ class LearnerRank:
 
     # Training
 
-    def step(self, corrected: CorrectedBatch, correction_config: CorrectionConfig, *, step: int) -> StepResult:
+    def step(self, corrected: CorrectedBatch, correction_config: CorrectionConfig, *, step: int, rate_scale: float = 1.0) -> StepResult:
         """Train on one whole batch; every rank is given all of it and takes its share.
 
         A batch has optimizer_steps_per_batch minibatches of whole groups; each is one optimizer step, whose denominator is counted on
         the minibatch (correction.for_step), so that each step has a loss of the size of a batch's. A deferred batch has one.
         Args:
             step: number of this batch; with the seed it decides the split into minibatches.
+            rate_scale: factor on the learning rate of its optimizer steps, beside that of correction.step_size.
         Raises: ConfigError if a deferred batch is to have several optimizer steps, or a balancing loss would be scaled with the policy's.
         """
         state = self._require()
@@ -195,7 +197,11 @@ class LearnerRank:
         objective = correction_objective(correction_config)
         if self.config.reset_optimizer_on_switch:
             state.optimizer.follow(correction_config.model_dump_json())
-        factors = partial(policy_scale, config=correction_config), partial(step_size_factor, config=correction_config)
+
+        def rate_factor(sums: Tensor) -> float:
+            return rate_scale * step_size_factor(sums, correction_config)
+
+        factors = partial(policy_scale, config=correction_config), rate_factor
         ready = (settled(one, correction_config, self.logprobs, is_first=number == 0) for number, (_, one) in enumerate(shares))
         done = [self._train(share, objective, *factors, lambda sums: loss_metrics(sums, correction_config)["loss"]) for share in ready]
         first_epoch = len(shares) // self.config.epochs_per_batch
@@ -332,15 +338,16 @@ class LearnerRank:
     def _policies(self) -> list[model.PolicyModel]:
         return [model.unwrap(chunk) for chunk in self._require().chunks]
 
-    def _read(self, folder: str | os.PathLike[str]) -> tuple[Any, list[model.PolicyModel]]:
+    def _read(self, folder: str | os.PathLike[str]) -> tuple[Any, list[model.PolicyModel], list[convert.Rounded]]:
         hf_config, weights = hf_folder.read_config(folder), hf_folder.HFWeights(folder)
         policies = model.build(hf_config, self.config, self.placement)
+        rounded = []
         for policy in policies:
-            convert.load(policy, hf_config, weights.__getitem__, self.placement)
+            rounded += convert.load(policy, hf_config, weights.__getitem__, self.placement)
         unread = {name for name in weights.unread if not is_surplus_allowed(name, hf_config)}
         if unread := self.placement.common_to_all(unread):  # a pipeline stage reads its own
             raise DataError(f"{folder}: {len(unread)} tensors have no place in the model, the first is {min(unread)}")
-        return hf_config, policies
+        return hf_config, policies, rounded
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         hf_config = self._require().hf_config

@@ -161,8 +161,8 @@ class SplitLogprobs:
 
     at_sampling: Tensor
     """[N] float32, CPU, nats: of each trained token at the weights that sampled it; NaN where no copy of them is kept."""
-    now: Tensor
-    """[N] float32, CPU, nats: at the weights from which the update starts."""
+    now: Tensor | None
+    """[N] float32, CPU, nats: at the weights from which the update starts; None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,39 +1,90 @@
-"""A prompt becomes its group of scored trajectories: where engine, tokenizer and reward processes meet.
+"""A prompt becomes its group of scored trajectories: where engine, tokenizer, a task's environments or agents, and reward processes meet.
 
 What it is not: it doesn't choose prompts (actors/driver/controller.py does), and hands nothing on (the rollout worker does).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from evenkeel.correction.errors import EngineError
-from evenkeel.rollout.config import AnswerSampling, RolloutConfig, SamplingConfig
-from evenkeel.rollout.continuation import is_begun
+from evenkeel.rollout.config import WHOLE_VOCABULARY, AnswerSampling, RolloutConfig, SamplingConfig, TaskEntry, Truncation, named
+from evenkeel.rollout.continuation import is_begun, is_unfinished, unsampled
+from evenkeel.rollout.door.agents import AgentRollout, Agents
 from evenkeel.rollout.engine.engine import RolloutEngine, in_answer_thread
+from evenkeel.rollout.environments.environments import EnvironmentPool
+from evenkeel.rollout.environments.played_rollout import PlayedRollout
+from evenkeel.rollout.prompt_place import task_of
 from evenkeel.rollout.rewards.rewards import RewardPool
+from evenkeel.rollout.session import Session
 from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup
 
+Between = Callable[[float, float], object]
+"""Takes begin and end (time.monotonic()) of what lies between two turns of a rollout: its environment, or its agent, is at work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """How the prompts of one task are answered and scored."""
+
+    encoder: ChatEncoder
+    """Of the model; knows what ends an answer, and an answer's text."""
+    rewards: RewardPool
+    settings: SamplingConfig
+    """Samples of a group, their temperature and length."""
+    environments: EnvironmentPool | None = None
+    """They answer the turns of the model."""
+    agents: Agents | None = None
+    """They play the rollouts; without either of the two an answer is one turn."""
+
+    @classmethod
+    async def start(cls, entry: TaskEntry, settings: SamplingConfig, encoder: ChatEncoder, model: str, sample: Prompt | None) -> Player:
+        """Start the processes of a task. Args, Raises: as Sampler.start. No process is left then."""
+        rewards, agents = RewardPool(entry.reward, entry.task), None
+        environments = None if entry.environment is None else EnvironmentPool(entry.environment)
+        try:
+            if entry.agent is not None:
+                score = None if entry.reward.kind == "agent" else rewards.score_one
+                agents = await Agents.start(entry.agent, model, encoder, score)
+            await rewards.check(sample)
+            if environments is not None and sample is not None:
+                await environments.check(sample)
+        except BaseException:
+            await cls(encoder, rewards, settings, environments, agents).close()
+            raise
+        return cls(encoder, rewards, settings, environments, agents)
+
+    async def close(self) -> None:
+        await self.rewards.close()
+        for played in (self.environments, self.agents):
+            if played is not None:
+                await played.close()
+
 
 class Sampler:
-    """One engine with its tokenizer and its scorer. Calls overlap; all belong to the event loop that started the engine."""
+    """One engine with its tokenizer and the scorers of a run's tasks. Calls overlap; all belong to the event loop that started the
+    engine."""
 
-    def __init__(
-        self, engine: RolloutEngine, encoder: ChatEncoder, rewards: RewardPool, settings: SamplingConfig, *, seed: int = 0
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, players: Mapping[str, Player], *, seed: int = 0, places: int = 10**6) -> None:
         """
         Args:
-            encoder: of the model; knows what ends an answer, and an answer's text.
-            settings: samples of a group, their temperature and length.
+            players: by the name of their task; that of a run's only task has an empty one.
             seed: of the run's samples, see sample_seed.
+            places: most turns of sessions in the engine at a time; a session has one while its turn is sampled.
         """
         self.engine = engine
-        self._encoder, self._rewards, self._settings, self._seed = encoder, rewards, settings, seed
+        self._players, self._seed = players, seed
+        self._places = asyncio.Semaphore(places)
+        self._rollouts = set[PlayedRollout | AgentRollout]()
         self._busy = _BusyClock()
 
     @classmethod
@@ -42,114 +93,220 @@ class Sampler:
         model: Path,
         config: RolloutConfig,
         *,
-        sample: Prompt | None = None,
+        samples: Sequence[Prompt] = (),
         version: int = 0,
         name: str = "engine",
         seed: int = 0,
         topk: int = 0,
         has_weights: bool = True,
     ) -> Sampler:
-        """Start the reward processes and the engine (seconds to a minute on a CPU).
+        """Start the processes for rewards, environments and agents, and the engine (seconds to a minute on a CPU).
 
         Args:
-            sample: the reward function is tried on it first, so that its mistakes show now.
+            samples: reward function and environment of a task are tried on its first one here, so that their mistakes show now.
             version: weight version of the model folder.
             topk: the most that `group` will be asked for.
             has_weights: see RolloutEngine.start.
-        Raises: RewardError for a reward function that fails on the sample; as RolloutEngine.start. No process is left then.
+        Raises: RewardError for a reward function that fails on the sample; ConfigError for such an environment, and for an agent whose
+            program isn't there; as RolloutEngine.start. No process is left then.
         """
-        rewards = RewardPool(config.reward, config.task)
-        await rewards.check(sample)
-        try:
+        first = {task_of(sample.prompt_id): sample for sample in reversed(samples)}
+        encoders = ChatEncoder.of_entries(model, config)
+        async with AsyncExitStack() as started:
+            players = {}
+            for entry in config.entries:
+                with named(entry):
+                    settings, encoder = config.sampling_of(entry.name), encoders[entry.name]
+                    player = await Player.start(entry, settings, encoder, model.name, first.get(entry.name))
+                players[entry.name] = player
+                started.push_async_callback(player.close)
             engine = await RolloutEngine.start(model, config.engine, version=version, name=name, has_weights=has_weights)
-        except BaseException:
-            await rewards.close()
-            raise
-        sampler = cls(engine, ChatEncoder.of_folder(model, config.task), rewards, config.sampling, seed=seed)
-        try:
+            started.push_async_callback(engine.shutdown)
             engine.check_topk(topk)
-        except BaseException:
-            await sampler.close()
-            raise
-        return sampler
+            started.pop_all()
+        return cls(engine, players, seed=seed, places=config.slots_per_worker * config.sampling.samples_per_group)
 
     async def close(self) -> None:
         await self.engine.shutdown()
-        await self._rewards.close()
+        for player in self._players.values():
+            await player.close()
+
+    def _player(self, prompt: Prompt) -> Player:
+        return self._players[task_of(prompt.prompt_id)]
+
+    async def hand_back(self) -> None:
+        """Sample nothing more; `group` returns what there is. Returns when no request is in flight."""
+        self.engine.is_leaving = True
+        for rollout in self._rollouts:
+            rollout.stop()
+        await self.engine.hand_back()
 
     async def group(
-        self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: UnfinishedGroup | None = None
+        self,
+        prompt: Prompt,
+        *,
+        group_id: int,
+        admitted_version: int,
+        topk: int = 0,
+        begun: UnfinishedGroup | None = None,
+        between: Between | None = None,
     ) -> Group | UnfinishedGroup:
         """Sample the G trajectories of a prompt, and score them.
 
         Args:
             topk: most likely tokens to keep with each sampled one, for corrections that look at them.
             begun: what another worker has handed back of this group.
+            between: is told what lies between turns, as it ends.
         Returns: trajectories in the order of their seeds; one that was aborted, or that could not be scored, carries an error. After
-            `hand_back` what there is of the group, unless all of its answers are whole.
+            `hand_back` what there is of the group, unless all of its answers are whole; also where an engine that fails leaves rollouts of
+            several turns.
         Raises: as RolloutEngine.generate.
         """
         began = time.monotonic()
-        settings = self._settings
-        sampled = await self._sample(
-            prompt,
-            samples=settings.samples_per_group,
-            temperature=settings.temperature,
-            topk=topk,
-            begun=begun.answers if begun is not None else (),
-        )
+        player = self._player(prompt)
+        settings, answers = player.settings, begun.answers if begun is not None else ()
+        how = {"temperature": settings.temperature, "truncation": settings, "topk": topk}
+        sampled, is_left = await self._sampled(prompt, settings.samples_per_group, answers, between, **how)
         sampled_at = time.monotonic()
         generate_s = sampled_at - began + (begun.generate_s if begun is not None else 0.0)
-        if self.engine.is_leaving and any(map(is_begun, sampled)):
+        if is_left:
             return UnfinishedGroup(group_id, tuple(sampled), generate_s)
         return Group(
             group_id=group_id,
             prompt=prompt,
-            trajectories=await self._rewards.score(await self._with_texts(sampled), prompt),
+            trajectories=await player.rewards.score(await self._with_texts(sampled, player), prompt),
             admitted_version=admitted_version,
             generate_s=generate_s,
             reward_s=time.monotonic() - sampled_at,
         )
 
     async def answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
-        """Scored answers that nothing is trained on, in the order of their seeds; without routed experts, most of an answer's bytes.
+        """Scored answers that nothing is trained on, in the order of their seeds; without what a learner alone reads, most of its bytes.
 
         Raises: as RolloutEngine.generate; EngineError after `hand_back`, unless all answers are whole.
         """
-        sampled = await self._sample(prompt, samples=how.samples, temperature=how.temperature, top_p=how.top_p, has_routes=False)
-        if self.engine.is_leaving and any(map(is_begun, sampled)):
+        asked = {"temperature": how.temperature, "truncation": how, "is_trained": False}
+        sampled, is_left = await self._sampled(prompt, how.samples, (), None, **asked)
+        if is_left:
             raise EngineError(f"{self.engine.name} is shutting down: ask another worker")
-        return await self._rewards.score(await self._with_texts(sampled), prompt)
+        player = self._player(prompt)
+        return await player.rewards.score(await self._with_texts(sampled, player), prompt)
+
+    async def _sampled(
+        self, prompt: Prompt, samples: int, begun: Sequence[Trajectory], between: Between | None, **how: Any
+    ) -> tuple[list[Trajectory], bool]:
+        """The answers to a prompt, and whether the engine leaves some that another one has to go on with. Args: how: see _sample."""
+        player = self._player(prompt)
+        if player.environments is None and player.agents is None:
+            sampled = await self._sample(prompt, range(samples), begun=begun, **how)
+            return sampled, self.engine.is_leaving and any(map(is_begun, sampled))
+        return await self._played(prompt, samples, begun, between, **how)
+
+    async def _played(
+        self, prompt: Prompt, samples: int, begun: Sequence[Trajectory], between: Between | None, **how: Any
+    ) -> tuple[list[Trajectory], bool]:
+        """As `_sampled`, of rollouts in environments, or by agents."""
+        shared: dict[bytes, asyncio.Task[None]] = {}
+
+        async def session(number: int, so_far: Trajectory, line: int) -> Session:
+            key = so_far.prompt_ids.tobytes()
+            if not so_far.response_ids and samples > 1 and line == 0:
+                if key not in shared:
+                    shared[key] = asyncio.create_task(self.engine.read(so_far.prompt_ids))
+                await asyncio.shield(shared[key])
+            return self.session(prompt, number, so_far, between, line=line, **how)
+
+        answers: Sequence[Trajectory | None] = begun or [None] * samples
+        rollouts = [self._rollout(prompt, number, answer, **how) for number, answer in enumerate(answers)]
+        self._rollouts.update(rollouts)
+        tasks = [asyncio.create_task(one.play(partial(session, number))) for number, one in enumerate(rollouts)]
+        try:
+            sampled = list(await asyncio.gather(*tasks))
+            return sampled, self.engine.is_leaving and any(map(is_unfinished, sampled))
+        except EngineError:
+            await _ended([*tasks, *shared.values()])
+            sampled = [one.trajectory for one in rollouts]
+            if sum(one.response_tokens for one in sampled) <= sum(one.response_tokens for one in begun):
+                raise
+            return sampled, True
+        finally:
+            self._rollouts.difference_update(rollouts)
+            await _ended([*tasks, *shared.values()])
+
+    def _rollout(
+        self, prompt: Prompt, number: int, begun: Trajectory | None, *, temperature: float, truncation: Truncation, **_: Any
+    ) -> PlayedRollout | AgentRollout:
+        player = self._player(prompt)
+        if player.agents is not None:
+            how = AnswerSampling(temperature=temperature, **truncation.model_dump(include=set(Truncation.model_fields)))
+            return player.agents.rollout(prompt, begun, how)
+        assert player.environments is not None
+        seed = sample_seed(self._seed, prompt.prompt_id, number)
+        return PlayedRollout(prompt, seed, begun, player.environments, player.encoder)
+
+    def session(
+        self, prompt: Prompt, number: int, begun: Trajectory | None = None, between: Between | None = None, *, line: int = 0, **how: Any
+    ) -> Session:
+        """A sequence of a rollout that is sampled turn by turn.
+
+        Args:
+            number: of this rollout among the prompt's.
+            begun: what there is of it, perhaps from another engine, perhaps with another prompt than the task gave it; None: nothing.
+            between: as of `group`.
+            line: number of the sequence among the rollout's: each has other seeds.
+            how: as of `_sample`, where it isn't a training sample's.
+        """
+        begun = unsampled(prompt.token_ids, prompt.prompt_id) if begun is None else begun
+        asked = replace(prompt, token_ids=tuple(begun.prompt_ids))
+        settings = self._player(prompt).settings
+        asks: dict[str, Any] = {"temperature": settings.temperature, "truncation": settings} | how
+
+        turn_ended: float | None = None
+
+        async def go_on(answer: Trajectory, max_tokens: int) -> Trajectory:
+            nonlocal turn_ended
+            if between is not None and turn_ended is not None:
+                between(turn_ended, time.monotonic())
+            async with self._places:
+                found = (await self._sample(asked, [number], line=line, max_tokens=max_tokens, begun=[answer], **asks))[0]
+            turn_ended = time.monotonic()
+            return found
+
+        return Session(begun, go_on, max_tokens=settings.max_tokens, lengths=self.engine.lengths)
 
     async def _sample(
         self,
         prompt: Prompt,
+        numbers: Sequence[int],
         *,
-        samples: int,
         temperature: float,
-        top_p: float = 1.0,
+        truncation: Truncation = WHOLE_VOCABULARY,
         topk: int = 0,
-        has_routes: bool = True,
+        is_trained: bool = True,
         begun: Sequence[Trajectory] = (),
+        max_tokens: int | None = None,
+        line: int = 0,
     ) -> list[Trajectory]:
+        """Args: numbers: of these samples among the prompt's. max_tokens: None: those of the settings. line: see session."""
+        player = self._player(prompt)
         with self._busy:
             return await self.engine.generate(
                 prompt.token_ids,
                 prompt_id=prompt.prompt_id,
-                max_tokens=self._settings.max_tokens,
+                max_tokens=player.settings.max_tokens if max_tokens is None else max_tokens,
                 temperature=temperature,
-                top_p=top_p,
-                samples=samples,
-                seeds=[sample_seed(self._seed, prompt.prompt_id, index) for index in range(samples)],
+                truncation=truncation,
+                samples=len(numbers),
+                seeds=[sample_seed(self._seed, prompt.prompt_id, number, line) for number in numbers],
                 topk=topk,
-                has_routes=has_routes,
-                stop_ids=self._encoder.ends.ids,
+                is_trained=is_trained,
+                stop_ids=player.encoder.ends.ids,
                 begun=begun,
             )
 
-    async def _with_texts(self, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+    async def _with_texts(self, trajectories: Sequence[Trajectory], player: Player) -> tuple[Trajectory, ...]:
         """The trajectories with their texts, for the scorer and for people. Tokens and logprobs stay as they were sampled."""
-        texts = await in_answer_thread(lambda: [self._encoder.text_of(one.response_ids) for one in trajectories])
+        texts = await in_answer_thread(lambda: [player.encoder.text_of(one.answer_ids) for one in trajectories])
         return tuple(replace(one, text=text) for one, text in zip(trajectories, texts, strict=True))
 
     @property
@@ -168,9 +325,20 @@ class Sampler:
         return self._busy.up_s
 
 
-def sample_seed(run_seed: int, prompt_id: str, index: int) -> int:
-    """Seed of the index-th sample of a prompt, in [0, 2^63). The id includes the epoch, so that a prompt has another seed in each."""
-    digest = hashlib.blake2b(f"{run_seed}/{prompt_id}/{index}".encode(), digest_size=8).digest()
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def sample_seed(run_seed: int, prompt_id: str, index: int, line: int = 0) -> int:
+    """Seed of the index-th sample of a prompt, in [0, 2^63). The id includes the epoch, so that a prompt has another seed in each.
+
+    Args: line: number of the sequence among those of the sample: two that have one prompt are to differ.
+    """
+    named = f"{run_seed}/{prompt_id}/{index}" + (f"/{line}" if line else "")
+    digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -4,8 +4,8 @@ handed over."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The model emitted a token that ends an answer (rollout/tasks/chat.py)."""
     LENGTH = "length"
-    """Cut at max_tokens or at the context length."""
+    """Cut at max_tokens, at the context length, or at a limit of an environment."""
     ABORT = "abort"
     """The engine gave the request up; the trajectory is not trained."""
 
@@ -31,9 +31,9 @@ class FailureKind(StrEnum):
     ENGINE = "engine"
     """The engine gave no complete answer."""
     REWARD = "reward"
-    """The reward function raised, or its process died."""
+    """The reward function or the environment raised, or its process died."""
     REWARD_TIMEOUT = "reward_timeout"
-    """The reward function passed its deadline."""
+    """The reward function or the environment passed its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,28 @@ def logprobs_of(values: Iterable[float]) -> array[float]:
 
 
 @dataclass(frozen=True, slots=True)
+class LaterReading:
+    """What the model was given to read between two of its turns: a tool's output, or what a user says next."""
+
+    after: int
+    """Response tokens that it had sampled by then, at least 1."""
+    ids: array[int]
+    """Token ids, 32 bits each, at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of a trajectory that lie together and were all read, or all sampled in one turn."""
+
+    ids: array[int]
+    """32-bit token ids."""
+    turn: int
+    """Number of the turn that sampled them, or that came after they were read; from 0."""
+    sampled: slice | None
+    """Which of the response tokens they are; None: they were read."""
+
+
+@dataclass(frozen=True, slots=True)
 class TopLogprobs:
     """The K most likely tokens at each of T positions, row after row; compact, because a trajectory may have K times 10,000 of them."""
 
@@ -107,6 +129,32 @@ class TopLogprobs:
         """Made from k entries (logprob, token id, ...) for each token."""
         entries = [entry for row in rows for entry in row]
         return cls(k, ids_of([entry[1] for entry in entries]), logprobs_of([entry[0] for entry in entries]))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """The kept set of each of T tokens: those from which top-p, top-k and min-p let it be drawn."""
+
+    counts: array[int]
+    """[T] 32-bit sizes; 0: the whole vocabulary."""
+    ids: array[int]
+    """[sum of counts] 32-bit token ids, one token's set after the other's, the likeliest first."""
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[int]]) -> KeptTokens:
+        """Made from the ids of each token's set."""
+        found = cls(array("i"), array("i"))
+        for row in rows:
+            found.counts.append(len(row))
+            found.ids.extend(row)
+        return found
+
+    def first(self, tokens: int) -> KeptTokens:
+        """The sets of the first tokens."""
+        return KeptTokens(self.counts[:tokens], self.ids[: sum(self.counts[:tokens])])
+
+    def __add__(self, other: KeptTokens) -> KeptTokens:
+        return KeptTokens(self.counts + other.counts, self.ids + other.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +205,11 @@ class AnswerFacts(_Answer):
     error: str | None
     failure: FailureKind | None = None
     read_again_tokens: int = 0
+    turns: int = 1
+    later_tokens: int = 0
+    kept_ids: int = 0
+    tool_s: float = 0.0
+    sequence_count: int = 1
 
 
 # Values of the fields of AnswerFacts, in their order, of an answer of either kind.
@@ -165,57 +218,143 @@ _facts_of = attrgetter(*(one.name for one in fields(AnswerFacts)))
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(_Answer):
-    """One sampled answer."""
+    """One rollout: what the model was given, and what it sampled.
+
+    It is a sequence of segments: the prompt, a turn of the model, and then, as often as the model was given more to read, that and another
+    turn. A single answer has one turn. All that was sampled lies end to end in the response's fields, whichever the turn, beside its
+    logprobs, versions and wide fields; `later` says what stands between.
+
+    A rollout may have several sequences: sub-agents, a history that was compacted, another way from an earlier turn. Together they are a
+    tree, whose leaves they are. This is the one in which the model spoke last, and `branches` has the others; fields are of this one, and
+    so are tokens and segments; numbers are of all.
+    """
 
     prompt_id: str
     """Id of its Prompt; empty for tokens that no task asked (comparisons, benchmarks)."""
     prompt_ids: array[int]
     """Token ids of the prompt, 32 bits each."""
     response_ids: array[int]
-    """Ids of the sampled tokens, 32 bits each; the end-of-sequence token included when there is one."""
+    """Ids of the sampled tokens of all turns, 32 bits each; the token that ended a turn included when there is one."""
     behavior_logprobs: array[float]
-    """Natural log of mu for each response token: its log_softmax(logits / temperature), float32."""
+    """Natural log of mu for each response token: its log_softmax(logits / temperature), float32, over the tokens that it was drawn from."""
     version_spans: tuple[VersionSpan, ...]
     """Spans in order, without gaps, over all response tokens."""
     finish_reason: FinishReason
     """Why it ends where it does."""
+    later: tuple[LaterReading, ...] = ()
+    """What was read after the prompt, in order."""
+    branches: tuple[Trajectory, ...] = ()
+    """The rollout's other sequences, in the order in which they began; they have no branches. The prompt of each is all that the model read
+    or said before the sequence's first own token: what was sampled once is in the response of one sequence alone, and trained there.
+    Reward, text and error of the rollout stand in none of them."""
+    tool_s: float = 0.0
+    """Seconds that its environment took, its turns' steps and its beginning; or its agent, outside of the model's turns."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""
     retractions: int = 0
     """Times that its KV cache was dropped and computed again: by weight updates, or for want of memory."""
     top_logprobs: TopLogprobs | None = None
     """The behaviour policy's most likely tokens at each response token, where the correction needs them."""
+    kept_tokens: KeptTokens | None = None
+    """The kept set of each response token; None: all were drawn from the whole vocabulary, or nothing is trained on them."""
     routed_experts: RoutedExperts | None = None
-    """Experts of every token of prompt and response but the last, which the model didn't read; set if the learner replays routes. After a
+    """Experts of every token of token_ids but the last, which the model didn't read; set if the learner replays routes. After a
     weight update the model reads the tokens of an unfinished trajectory anew; these are the routes of the last reading."""
     route_keys: array[int] | None = None
     """A key for the routed experts of each token of the prompt, if the routes are sent as an object of their own
     (rollout/wide_fields.py)."""
     text: str = ""
-    """The response, decoded without the token that ended it: what the reward function saw."""
+    """All that follows the prompt, decoded without the token that ended it: what the reward function saw."""
     reward: float | None = None
     """None before scoring, and for a failed trajectory."""
     reward_components: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward, if the function returns them; their sum trains."""
+    turn_rewards: tuple[float, ...] = ()
+    """What each of the rollout's turns was worth, in order, whichever sequence it is of; empty: known of the whole alone."""
     error: str | None = None
     """Why the trajectory failed, for people; None when it is valid."""
     failure: FailureKind | None = None
     """The kind of that error; None when it is valid, or if it comes from an old checkpoint, which has no kinds."""
 
     @property
+    def sequences(self) -> tuple[Trajectory, ...]:
+        """All of the rollout's, this one last."""
+        return (*self.branches, self)
+
+    @property
+    def sequence_count(self) -> int:
+        """Number of the rollout's sequences."""
+        return 1 + len(self.branches)
+
+    @property
     def response_tokens(self) -> int:
         """Number of sampled tokens."""
-        return len(self.response_ids)
+        return sum(len(one.response_ids) for one in self.sequences)
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of the model, one under way included."""
+        return sum(1 + len(one.later) for one in self.sequences)
+
+    @property
+    def later_tokens(self) -> int:
+        """Number of tokens read after the prompts."""
+        return sum(len(reading.ids) for one in self.sequences for reading in one.later)
+
+    @property
+    def segments(self) -> Iterator[Segment]:
+        """Its tokens in order; a turn of which nothing is sampled yet is left out."""
+        yield Segment(self.prompt_ids, 0, None)
+        starts = [0, *(one.after for one in self.later)]
+        ends = [*starts[1:], len(self.response_ids)]
+        for turn, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if turn:
+                yield Segment(self.later[turn - 1].ids, turn, None)
+            if end > start:
+                yield Segment(self.response_ids[start:end], turn, slice(start, end))
+
+    @property
+    def token_ids(self) -> array[int]:
+        """Ids of all tokens in order, prompt included: what an engine reads to go on from."""
+        return self.prompt_ids + self.answer_ids
+
+    @property
+    def answer_ids(self) -> array[int]:
+        """Ids of all that follows the prompt, in order."""
+        if not self.later:
+            return self.response_ids
+        _, *rest = self.segments
+        return ids_of(token for segment in rest for token in segment.ids)
+
+    @property
+    def kept_ids(self) -> int:
+        """Tokens in its kept sets together."""
+        return sum(len(one.kept_tokens.ids) for one in self.sequences if one.kept_tokens is not None)
 
     @property
     def facts(self) -> AnswerFacts:
-        return AnswerFacts(*_facts_of(self))
+        facts = AnswerFacts(*_facts_of(self))
+        return replace(facts, version_spans=_joined_spans(self.sequences)) if self.branches else facts
 
     @property
     def read_again_tokens(self) -> int:
-        """Tokens of prompt and response that the model read again after weight updates, before it went on. A prompt that a group shares
-        counts for each of its answers. 0 if updates keep the KV cache (in_place)."""
-        return sum(len(self.prompt_ids) + span.start for span in self.version_spans[1:]) if self.retractions else 0
+        """Tokens that the model read again after weight updates, before it went on. A prompt that a group shares counts for each of its
+        answers. 0 if updates keep the KV cache (in_place)."""
+        read_again = [(one, span) for one in self.sequences if one.retractions for span in one.version_spans[1:]]
+        return sum(one.tokens_before(span.start) for one, span in read_again)
+
+    def tokens_before(self, place: int) -> int:
+        """Tokens of all kinds before a response token. Args: place: its number among them."""
+        return len(self.prompt_ids) + place + sum(len(one.ids) for one in self.later if one.after <= place)
+
+
+def _joined_spans(sequences: Iterable[Trajectory]) -> tuple[VersionSpan, ...]:
+    """Those of all response tokens of several sequences, end to end."""
+    found, before = list[VersionSpan](), 0
+    for one in sequences:
+        found += [VersionSpan(span.version, before + span.start, before + span.end) for span in one.version_spans]
+        before += len(one.response_ids)
+    return tuple(found)
 
 
 A = TypeVar("A", bound=_Answer)
@@ -317,6 +456,17 @@ class Group(_Answers[Trajectory]):
         return self.prompt.prompt_id
 
     @property
+    def sequences(self) -> tuple[Trajectory, ...]:
+        """Those of all its trajectories, in order."""
+        return tuple(sequence for one in self.trajectories for sequence in one.sequences)
+
+    def with_sequences(self, changed: Iterable[Trajectory]) -> Group:
+        """A copy with others in the place of its sequences. Args: changed: in the order of `sequences`."""
+        others = iter(changed)
+        pairs = ([next(others) for _ in one.sequences] for one in self.trajectories)
+        return replace(self, trajectories=tuple(replace(own, branches=tuple(branches)) for *branches, own in pairs))
+
+    @property
     def facts(self) -> GroupFacts:
         answers = tuple(one.facts for one in self.trajectories)
         return GroupFacts(self.group_id, self.prompt_id, answers, self.admitted_version, self.generate_s, self.reward_s)
@@ -324,12 +474,14 @@ class Group(_Answers[Trajectory]):
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlace:
-    """Which answer of a list of groups."""
+    """Which answer of a list of groups, and which sequence of it."""
 
     group: int
     """Number of its group in the list, from 0."""
     answer: int
     """Its number in the group, from 0."""
+    sequence: int = 0
+    """Number among the answer's `sequences`, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +498,7 @@ class UnfinishedGroup:
     @property
     def tokens(self) -> int:
         """Sampled so far."""
-        return sum(len(one.response_ids) for one in self.answers)
+        return sum(one.response_tokens for one in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +515,10 @@ class WorkerLoad:
     """Requests that its engine is working on."""
     silent_s: float = 0.0
     """Seconds of heartbeat_s that its engine has used up without a sign of life."""
+    late_s: float = field(default=0.0, compare=False)
+    """99th percentile of the delays of its event loop since its last answer."""
+    told: Any = field(default=None, compare=False, repr=False)
+    """What the worker has done since its last answer, for the run's timeline; whoever keeps a load hands it on once."""
 
     def since(self, before: WorkerLoad | None) -> WorkerLoad:
         """What has been added to the totals since `before`; None: since its start."""

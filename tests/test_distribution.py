@@ -14,6 +14,7 @@ import tomllib
 import venv
 import zipfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.test_bare_import import bare_environment
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "distribution"
 TENSORS = ("token_ids", "offsets", "loss_mask", "behavior_logprobs", "advantages", "weight_versions", "group_ids", "proximal_logprobs",
-           "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs")  # fmt: skip
+           "at_sampling_logprobs", "reference_logprobs", "turn_ids", "topk_ids", "topk_logprobs")  # fmt: skip
 ENVIRONMENTS = {"oldest": ("torch==2.4.0", "pydantic==2.7.0", "numpy<2"), "newest": ("torch", "pydantic")}
 """What the oldest and the newest supported environment are made of; numpy because torch 2.4 says much without it."""
 
@@ -49,6 +50,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / done.stdout.splitlines()[-1]
 
 
+@cache
 def question() -> tuple[dict[str, Any], dict[str, Any]]:
     """(what distribution_check.py is asked, what `correction` answers): gradient and diagnostics of every preset."""
     batch, target = random_batch(11, topk=3)

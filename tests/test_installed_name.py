@@ -52,7 +52,7 @@ def test_a_wheel_has_one_name_and_all_files(kind: str, built: dict[str, Path], t
     ours = {f"evenkeel/{path.relative_to(ROOT)}" for path in sources}
     ours |= {str(path.relative_to(ROOT)) for path in (ROOT / "evenkeel").rglob("*.py")}
     others = {"evenkeel/py.typed", "evenkeel/correction/py.typed"}
-    others |= {str(path.relative_to(ROOT)) for path in (ROOT / "evenkeel" / "report").rglob("*.j2")}
+    others |= {str(path.relative_to(ROOT)) for path in (ROOT / "evenkeel" / "dashboard" / "page").iterdir()}
     assert {name for name in names if "dist-info" not in name} == ours | others
     zipfile.ZipFile(built[kind]).extractall(tmp_path / "site")
     (tmp_path / "work" / "evenkeel").mkdir(parents=True)  # an empty folder of that name is none of ours

@@ -12,14 +12,18 @@ import re
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from benchmarks.correction_pass import VERL
 from benchmarks.peers import TRL
+from evenkeel import correction
 from evenkeel.correction import PRESETS, CorrectionConfig, correct, needs_gradient_factor, policy_loss
 from tests.correction.fixtures import random_batch
 
@@ -150,6 +154,50 @@ def test_the_ten_lines_of_the_distributions_readme_run(printed: list[Any]) -> No
     kept, whole, split = printed[1]
     assert kept == 1.0 and max(map(abs, whole)) > 1e-2
     assert split == pytest.approx(whole, rel=1e-6, abs=1e-9)
+
+
+@contextmanager
+def one_rank(store: Path) -> Iterator[None]:
+    """torch.distributed with one rank. A learner rank of an earlier test in this process keeps its group, which has one as well."""
+    if torch.distributed.is_initialized():
+        assert torch.distributed.get_world_size() == 1
+        yield
+        return
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(store), 1), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_short_examples_run(tmp_path: Path) -> None:
+    """Ragged lists with prompts before them, one rank of torch.distributed, sums added up by hand: they have the plain calls' numbers."""
+    lists, reduced, summed, gathered = re.findall(r"```python\n((?:batch = from_lists|corrected|sums|parts).*?)```", TEXT, re.DOTALL)
+    config = CorrectionConfig(preset="mis-full", importance={"upper": 3})
+    lengths, rows = (3, 2, 4, 1), torch.log(torch.linspace(0.3, 0.9, 10))
+    names: dict[str, Any] = {name: getattr(correction, name) for name in correction.__all__} | {"torch": torch, "config": config}
+    names["data"] = {
+        "tokens": [[7, 7, *range(n)] for n in lengths],
+        "loss_masks": [[1] * n for n in lengths],
+        "rollout_log_probs": [row.tolist() for row in rows.split(lengths)],
+        "log_probs": [(0.9 * row).tolist() for row in rows.split(lengths)],
+        "rewards": [1.0, 0.0, 0.0, 1.0],
+    }
+    names |= {"group_ids": [0, 0, 1, 1], "world": 1, "added_up_over_all_ranks": lambda sums: sums}
+    exec(lists, names)
+    batch = names["batch"]
+    assert batch.token_ids.tolist() == [token for n in lengths for token in range(n)], "prompts are left out"
+    assert batch.advantages[[0, 3, 5, 9]].sign().tolist() == [1, -1, -1, 1]
+    plain = correct(batch, config)
+    names["target_logprobs"] = batch.proximal_logprobs
+    names["trained"] = policy_loss(plain, batch.proximal_logprobs, config)
+    with one_rank(tmp_path / "store"):
+        for code in (reduced, summed, gathered):
+            exec(code, names)
+            assert names["corrected"].importance_weights.tolist() == plain.importance_weights.tolist()
+    assert names["sums"].shape == (6,) and names["sums"].dtype == torch.float64
+    numbers = correction.diagnose(batch, plain, batch.proximal_logprobs, decided=names["trained"].decided)
+    assert names["numbers"] == pytest.approx(numbers, nan_ok=True) and numbers["tokens"] == 10
 
 
 def test_what_the_page_says_of_factors_after_the_backward_pass() -> None:

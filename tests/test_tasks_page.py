@@ -12,8 +12,8 @@ import yaml
 from evenkeel.preparation import prepare
 from evenkeel.resume_point import recipe_of
 
-PAGE = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text().split("## A whole recipe")[1].split("\n## ")[0]
-RECIPE, QUESTIONS, REWARD = re.findall(r"```(?:yaml|python|)\n(.*?)```", PAGE, re.DOTALL)
+PAGE = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text()
+RECIPE, QUESTIONS, REWARD = re.findall(r"```(?:yaml|python|)\n(.*?)```", PAGE.split("## A whole recipe")[1].split("\n## ")[0], re.DOTALL)
 
 
 def test_the_whole_recipe_starts(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +38,13 @@ def test_its_reward_is_right_for_the_page_s_own_answers_alone() -> None:
     for row in map(json.loads, QUESTIONS.splitlines()):
         given = [score(f"It is {row['answer']}", row["answer"]), score("12345", row["answer"]), score("", row["answer"])]  # type: ignore[operator]
         assert given == [1.0, 0.0, 0.0]
+
+
+def test_its_reward_of_parts_scores_by_name() -> None:
+    """Right and short, right and long, wrong and long."""
+    names: dict[str, object] = {}
+    exec(PAGE.split("\n## Reward")[1].split("```python\n")[1].split("```")[0], names)
+    score = names["score"]
+    long = "4" * 100
+    given = [score("What?", said, answer, {}) for said, answer in (("4\n", "4"), (long, long), (long, "4"))]  # type: ignore[operator]
+    assert given == [{"right": 1.0, "short": 0.1}, {"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 0.0}]

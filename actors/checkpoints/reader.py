@@ -25,7 +25,7 @@ from evenkeel.actors.settings.deadlines import reading_s
 from evenkeel.correction.errors import DataError
 from evenkeel.learner.weights.file_sums import may_pass, read_manifest_of_files, verify
 from evenkeel.rollout.tasks.chat import load_tokenizer
-from evenkeel.rollout.tasks.tasks import Task
+from evenkeel.rollout.tasks.mixture import Mixture
 
 # Folder of the learner's own files in a checkpoint's state.
 _LEARNER = "learner"
@@ -116,7 +116,7 @@ def _verify(checkpoint: Checkpoint, reading: Reading) -> list[str]:
     return verify(checkpoint.path, manifest, reading.add)
 
 
-def take_back(folder: RunFolder, point: ResumePoint, task: Task) -> tuple[ResumePoint, list[tuple[EventLevel, str]]]:
+def take_back(folder: RunFolder, point: ResumePoint, task: Mixture) -> tuple[ResumePoint, list[tuple[EventLevel, str]]]:
     """Take back what the folder has of steps after the point's, once all else has been found right.
 
     Returns: the point with the task's prompts, and what to say about it.
@@ -145,9 +145,10 @@ def steps_without_a_line(folder: RunFolder, step: int) -> list[tuple[EventLevel,
     return []
 
 
-def _with_prompts(folder: RunFolder, point: ResumePoint, task: Task) -> TrainingState:
+def _with_prompts(folder: RunFolder, point: ResumePoint, task: Mixture) -> TrainingState:
     """Raises: DataError if the task is of another file, or of one that has changed."""
     state = point.state
+    task.restore(state.mixture)
     try:
         state = state.with_prompts_of(task.train_prompt)
         if state.data and state.data != task.fingerprint:

@@ -2,7 +2,7 @@
 
 Saved after a step is settled, while the learner is idle: the book's counts and contents (finished groups whole, groups in flight by
 their prompts, which are sampled again), and the step. The position in the data is the book's count of admitted prompts, because they are
-admitted in order; a group's number is its prompt's position.
+admitted in order; a group's number is its prompt's position. Which task a position is of follows from `mixture`.
 
 JSON and arrays: reading them runs nothing. A prompt is kept without its metadata, which may be anything; the task makes it again
 (`with_prompts_of`), and has to make the same.
@@ -28,7 +28,7 @@ from safetensors.numpy import load_file, save_file
 
 from evenkeel.actors.carriers import Notify, Ticket
 from evenkeel.actors.groups.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance_of
-from evenkeel.actors.groups.snapshot import QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookSnapshot
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.errors import DataError
 from evenkeel.learner.hf.tensor_files import saving
@@ -53,6 +53,18 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerLengths:
+    """What `monitor.length_decay` knows of the batches so far; saved with a checkpoint."""
+
+    first: tuple[float, ...] = ()
+    """Mean tokens of an answer in each of the first batches, from which the level is; no more than it takes."""
+    long_batches: int = 0
+    """Batches in a row that were long, since the rate was last multiplied."""
+    rate_scale: float = 1.0
+    """Factor on the learning rate by now."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingState:
     """The state of a run between two steps, except for the learner's."""
 
@@ -62,7 +74,7 @@ class TrainingState:
     """Version of the learner's weights: one a step."""
     elapsed_s: float
     """Wall time of the run, all its parts together."""
-    queue: QueueSnapshot
+    book: BookSnapshot
     totals: dict[str, float]
     """Running totals of counters, by metric name."""
     monitor: Mapping[str, Any] | None
@@ -74,19 +86,24 @@ class TrainingState:
     """Position in the ledger; None: it had no line yet."""
     data: str = ""
     """Fingerprint of the training questions (Task.fingerprint); empty: not known."""
+    lengths: AnswerLengths = AnswerLengths()
     settings: dict[str, Any] = field(default_factory=dict)
     """The run's settings, with which the book's groups were sampled; its folder may have those of a resume that saved nothing yet."""
+    mixture: dict[str, Any] = field(default_factory=dict)
+    """What decides the tasks of prompts (Mixture.state); empty: the beginning's."""
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint's state folder. Raises: OSError."""
         columns = Columns()
-        queue = _with_prompts(self.queue, lambda prompt, _: replace(prompt, metadata={}))
+        book = _with_prompts(self.book, lambda prompt, _: replace(prompt, metadata={}))
         correction = self.replacement and {
             "configured": self.replacement.configured.model_dump(mode="json"),
             "correction": self.replacement.correction.model_dump(mode="json"),
         }
-        plain = {name: getattr(self, name) for name in ("step", "weight_version", "elapsed_s", "totals", "monitor", "data", "settings")}
-        plain |= {"queue": as_plain(queue, columns), "ledger": as_plain(self.ledger, columns), "replacement": correction}
+        names = ("step", "weight_version", "elapsed_s", "totals", "monitor", "data", "settings", "mixture")
+        plain = {name: getattr(self, name) for name in names}
+        plain |= {"book": as_plain(book, columns), "ledger": as_plain(self.ledger, columns), "replacement": correction}
+        plain |= {"lengths": dataclasses.asdict(self.lengths)}
         with (folder / STATE).open("w", encoding="utf-8") as file:
             file.writelines(_ENCODER.iterencode(plain))  # json.dumps would hold the interpreter's lock, and the event loop, for all groups
         with saving(folder / COLUMNS) as path:
@@ -108,16 +125,18 @@ class TrainingState:
             plain = json.loads(path.read_text(encoding="utf-8"))
             (folder / COLUMNS).open("rb").close()  # safetensors' own errors have no number, which tells damage from what may pass
             columns = load_file(folder / COLUMNS)
-            queue = of_plain(QueueSnapshot, plain.pop("queue"), columns, _NAMES)
+            book = of_plain(BookSnapshot, plain.pop("book"), columns, _NAMES)
             ledger = of_plain(LedgerMark | None, plain.pop("ledger"), columns, _NAMES)
             corrections = plain.pop("replacement")
             replacement = corrections and Replacement(**{k: CorrectionConfig.model_validate(v) for k, v in corrections.items()})
-            state = cls(queue=queue, ledger=ledger, replacement=replacement, **plain)
+            lengths = plain.pop("lengths")
+            lengths = AnswerLengths(**lengths | {"first": tuple(lengths["first"])})
+            state = cls(book=book, ledger=ledger, replacement=replacement, lengths=lengths, **plain)
         except OSError as error:
             raise unreadable(Path(error.filename or path), error, "no state can be read from it") from error
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise DataError(f"{path}: damaged, no state can be read from it ({type(error).__name__}: {error})") from error
-        if found := imbalance_of(state.queue, state.ledger):
+        if found := imbalance_of(state.book, state.ledger):
             raise DataError(f"{path}: the checkpoint has lost or doubled prompts: {found}")
         return state
 
@@ -133,7 +152,7 @@ class TrainingState:
                 )
             return prompt
 
-        return replace(self, queue=_with_prompts(self.queue, found))
+        return replace(self, book=_with_prompts(self.book, found))
 
 
 def open_ledger(path: Path, state: TrainingState | None, notify: Notify, hand_over: HandOver = at_once) -> Ledger:
@@ -145,7 +164,7 @@ def open_ledger(path: Path, state: TrainingState | None, notify: Notify, hand_ov
     """
     if state is None:
         return Ledger(path, hand_over=hand_over)
-    ledger, warning = Ledger.resumed(path, state.queue, state.ledger, hand_over=hand_over)
+    ledger, warning = Ledger.resumed(path, state.book, state.ledger, hand_over=hand_over)
     if warning:
         notify("warning", warning)
     return ledger
@@ -159,14 +178,14 @@ def other_version(folder: Path, which: str, reason: str) -> OtherVersionError:
     )
 
 
-def _with_prompts(queue: QueueSnapshot, prompt_of: Callable[[Prompt, int], Prompt]) -> QueueSnapshot:
+def _with_prompts(book: BookSnapshot, prompt_of: Callable[[Prompt, int], Prompt]) -> BookSnapshot:
     """Args: prompt_of: takes a prompt and its position."""
 
     def changed(of: Any) -> Any:
         return replace(of, prompt=prompt_of(of.prompt, of.group_id))
 
-    tickets: tuple[Ticket, ...] = tuple(map(changed, queue.in_flight))
-    return replace(queue, in_flight=tickets, finished=tuple(map(changed, queue.finished)))
+    tickets: tuple[Ticket, ...] = tuple(map(changed, book.in_flight))
+    return replace(book, in_flight=tickets, finished=tuple(map(changed, book.finished)))
 
 
 # Dataclasses as JSON and arrays, and back: what a checkpoint holds of the book, without anything that runs when it is read.

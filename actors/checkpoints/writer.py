@@ -231,7 +231,7 @@ class CheckpointWriter:
                 )
         final = self._folder.path / "checkpoints" / f"step_{checkpoint.step:06d}"
         size = await self._by_disk("its size", bytes_under, final)
-        self._recorder.saved(final, time.monotonic() - began)
+        self._recorder.saved(final, checkpoint.step, time.monotonic() - began)
         try:
             await self._by_disk("removal of older ones", self._folder.prune_checkpoints, self._settings.keep)
             await self._remove_damaged("a newer one is kept to be looked at", superseded, KEPT)

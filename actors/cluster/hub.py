@@ -16,7 +16,7 @@ from typing import Any
 
 from evenkeel.actors.config import HubName, RunConfig
 from evenkeel.correction.errors import DataError, one_line
-from evenkeel.rollout.config import HuggingFaceTask
+from evenkeel.rollout.config import HuggingFaceTask, TaskEntry
 
 # Files of a model: weights, configs, tokenizer, chat template, terms.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "README.md", "LICENSE*")
@@ -44,17 +44,20 @@ def pinned(config: RunConfig) -> tuple[RunConfig, list[str]]:
         with _in_words(name):
             config = config.model_copy(update={"model": _at_its_commit(name).path})
         said.append(f"{name} is {config.model}")
-    task = config.rollout.task
-    if isinstance(task, HuggingFaceTask) and not Path(task.path).exists():
+
+    def at_its_commit(entry: TaskEntry) -> TaskEntry:
+        task = entry.task
+        if not isinstance(task, HuggingFaceTask) or Path(task.path).exists():
+            return entry
         try:
             commit = _commit("dataset", task.path, task.revision)
         except Exception as error:
             said.append(f"data set {task.path}: its commit isn't known ({type(error).__name__}), so a resume may find other rows")
-        else:
-            rollout = config.rollout.model_copy(update={"task": task.model_copy(update={"revision": commit})})
-            config = config.model_copy(update={"rollout": rollout})
-            said.append(f"data set {task.path} at commit {commit}")
-    return config, said
+            return entry
+        said.append(f"data set {task.path} at commit {commit}")
+        return entry.model_copy(update={"task": task.model_copy(update={"revision": commit})})
+
+    return config.model_copy(update={"rollout": config.rollout.with_entries(at_its_commit)}), said
 
 
 def _commit(kind: str, repository: str, revision: str | None) -> str:

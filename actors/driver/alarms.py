@@ -1,12 +1,14 @@
-"""What a run does about the monitor's alarms, as `monitor.on_alarm` says. Decided here; the controller does it."""
+"""What a run does about the monitor's alarms, as `monitor.on_alarm` says, and about answers that grow long (`monitor.length_decay`).
+Decided here; the controller does it."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evenkeel.actors.carriers import EventLevel
-from evenkeel.actors.checkpoints.state import Replacement
+from evenkeel.actors.checkpoints.state import AnswerLengths, Replacement
 from evenkeel.actors.config import EarlyWarningConfig
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.early_warning.monitor import SYMPTOMS, Event, State
@@ -97,3 +99,25 @@ class AlarmResponse:
 
     def _is_answered(self, event: Event) -> bool:
         return self._monitor.on_alarm != "tighten" or event.name not in _NOT_EASED_BY_BOUNDS
+
+
+def after_batch(lengths: AnswerLengths, mean_tokens: float, monitor: EarlyWarningConfig) -> tuple[AnswerLengths, str]:
+    """What `monitor.length_decay` makes of one more trained batch, and what to say: nothing, unless the learning rate falls.
+
+    Args: mean_tokens: of the batch's answers.
+    """
+    rule, usual = monitor.length_decay, monitor.thresholds
+    if rule is None:
+        return lengths, ""
+    if len(lengths.first) < usual.skip_steps + usual.baseline_steps:
+        return replace(lengths, first=(*lengths.first, mean_tokens)), ""
+    level = statistics.median(lengths.first[usual.skip_steps :])
+    in_a_row = lengths.long_batches + 1 if mean_tokens > rule.above * level else 0
+    scale = max(lengths.rate_scale * rule.factor, rule.least)
+    if in_a_row < rule.steps or scale >= lengths.rate_scale:
+        return replace(lengths, long_batches=in_a_row), ""
+    said = (
+        f"answers grow long: {mean_tokens:.0f} tokens on average, and in {rule.steps} batches in a row more than {rule.above:g} times the "
+        f"level of the start, {level:.0f}; the learning rate is {scale:.3g} of its schedule's from the next step on"
+    )
+    return replace(lengths, long_batches=0, rate_scale=scale), said

@@ -24,9 +24,10 @@ from evenkeel.actors.driver.recovery import lost_among, while_they_answer
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.groups.changes import Changes
 from evenkeel.actors.groups.ledger import Ledger
-from evenkeel.actors.groups.snapshot import QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookSnapshot
 from evenkeel.actors.groups.tokens import whole_snapshot
 from evenkeel.actors.pool.pool import RolloutPool
+from evenkeel.actors.processes.lane import Lane
 from evenkeel.actors.processes.supervision import abandon, has_failed, kill, lost_if_late, unless_set, wait_for
 from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import ByDisk
@@ -35,7 +36,7 @@ from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.settings.deadlines import new_parts_s
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.errors import ActorLost, EvenkeelError
-from evenkeel.correction.settings.schedule import needs_reference_logprobs
+from evenkeel.correction.settings.schedule import needs_logprobs_at_sampling, needs_reference_logprobs
 
 if TYPE_CHECKING:
     from evenkeel.engines.agreement import Agreement
@@ -61,7 +62,7 @@ class BatchSource:
             groups_per_step=config.groups_per_step,
             max_staleness=config.max_staleness,
             dynamic_sampling=config.dynamic_sampling,
-            snapshot=point.state.queue if point.state else None,
+            snapshot=point.state.book if point.state else None,
             changed=self.changes.tell,
         )
         self.monitor: Mapping[str, Any] | None = point.state.monitor if point.state else None
@@ -70,7 +71,9 @@ class BatchSource:
         """Correction of the next batch that is begun."""
         self._unfinished = self.book.in_flight
         self._ahead: BatchAhead | None = None
+        self._ranks_keep_weights = False  # for the correction of the last batch
         self._asked_at, self._gather_s = time.monotonic(), _SHORTEST_S
+        self._lane = Lane("book")  # what groups wait for between their workers and the learner
         self.service: Any = None
 
     @classmethod
@@ -125,7 +128,7 @@ class BatchSource:
             self._ahead.drop()
         self._ahead = None
 
-    async def saved(self, is_hurried: asyncio.Event) -> tuple[QueueSnapshot, Mapping[str, Any] | None]:
+    async def saved(self, is_hurried: asyncio.Event) -> tuple[BookSnapshot, Mapping[str, Any] | None]:
         """What a checkpoint has of both: the book's contents, and the early warning's state, which is None if it is to begin anew.
 
         Args: is_hurried: set, now or meanwhile, when the process may be killed in seconds. Then finished groups whose tokens are not here
@@ -197,10 +200,17 @@ class BatchSource:
         )
         ahead = self._ahead if self._ahead is not None and self._ahead.version == version else self._begin(version)
         batch = await ahead.completed(learner, step=step, in_time=in_time)
+        if self._ranks_keep_weights and not ahead.wants_at_sampling:  # an alarm has put a correction without these ratios in place
+            await learner.forget_weights(before=first_split_version(self._config, version))
+        self._ranks_keep_weights = ahead.wants_at_sampling
         self._gather_s = min(max(_SHARE * (now - self._asked_at), _SHORTEST_S), _LONGEST_S)
         self._asked_at = now
         self._begin(version + 1)
-        delays.given(self.book.finished_at(batch.group_ids), time.monotonic())
+        finished_at, now = self.book.finished_at(batch.group_ids), time.monotonic()
+        delays.given(finished_at.values(), now)
+        for group_id, at in finished_at.items():
+            self._lane.add("queue", at, now, version=version, group=group_id)
+        self._recorder.did(self._lane.report())
         return batch
 
     def _begin(self, version: int) -> BatchAhead:
@@ -229,9 +239,10 @@ class BatchSource:
 # The batch of one version on its way to the learner. The driver asks service and learner for it; they answer, and ask nobody.
 #
 # Groups are drawn as they finish, while the learner trains the batch before, and the service pulls and unpacks them then. If the correction
-# needs logprobs of the learner's own, for proximal or reference policy, they are asked for in chunks of half a batch or the rest, but only
-# while the learner stands at the batch's version and has nothing else to do: earlier those would be the logprobs of older weights. While
-# rollouts are the bottleneck these forwards are free. Otherwise the whole batch is corrected before the learner comes for it.
+# needs logprobs of the learner's own, for proximal or reference policy or of the weights that sampled, they are asked for in chunks of half
+# a batch or the rest, but only while the learner stands at the batch's version and has nothing else to do: earlier those would be the
+# logprobs of older weights. While rollouts are the bottleneck these forwards are free. Otherwise the whole batch is corrected before the
+# learner comes for it.
 #
 # No tensor comes here: references go from service to learner and back.
 
@@ -294,6 +305,8 @@ class BatchAhead:
         learner, every = config.learner, config.learner.report_kl_every
         self._wants_proximal = learner.needs_proximal_forward(correction)
         self._wants_reference = needs_reference_logprobs(correction) or (every > 0 and version % every == 0)
+        self.wants_at_sampling = needs_logprobs_at_sampling(correction) and config.max_staleness > 0
+        self._splits_sample = splits_gap(config, version) and not self.wants_at_sampling
         self._begin()
 
     def _begin(self) -> None:
@@ -334,22 +347,29 @@ class BatchAhead:
             return replace(batch, groups=tuple(self._groups[group_id].facts for group_id in self._group_ids))
 
     async def _completed(self, learner: LearnerGroup, step: int, in_time: Callable[[Awaitable[Any]], Awaitable[Any]]) -> PreparedBatch:
-        if self._keeping_s is None and keeps_weights(self._config, self.version):
-            self._keeping_s = await _seconds(learner.keep_weights(self.version, oldest=self.version - self._config.max_staleness))
+        oldest = self.version - self._config.max_staleness
+        if self._keeping_s is None and keeps_weights(self._config, self.version) and not self.wants_at_sampling:
+            self._keeping_s = await _seconds(learner.keep_weights(self.version, oldest=oldest))
         scored: list[Any] = []
         scored_s = split_s = 0.0
-        while (chunk := await in_time(self._next_chunk(len(scored) // 2))) is not None:
+        while (chunk := await in_time(self._next_chunk(len(scored) // 3))) is not None:
             began = time.monotonic()
             scored += await self._scored(learner, chunk, step)
-            scored_s += time.monotonic() - began
+            between = time.monotonic()
+            scored.append(await self._at_sampling(learner, chunk, step))
+            scored_s += between - began if self._wants_proximal or self._wants_reference else 0.0
+            split_s += time.monotonic() - between
         if (batch := self._gathering.result()) is None:
-            split, split_s = await self._split(learner, step) if splits_gap(self._config, self.version) else (None, 0.0)
+            split = None
+            if self._splits_sample:
+                split, split_s = await self._split(learner, step)
             batch = await self._correct([group_ids for group_ids, _ in self._chunks], split, *scored)
-        batch = replace(batch, proximal_s=scored_s, split_s=split_s + (self._keeping_s or 0.0))
         if batch.fetch_s:
             limit_s, correction = batch.fetch_s, self._correction
             _refuse_lost(await learner.fetch(batch.corrected, correction, step=step, limit_s=limit_s, everything=False))
-        return batch
+        if self.wants_at_sampling:  # when no token of this batch needs the oldest copy any more
+            self._keeping_s = await _seconds(learner.keep_weights(self.version, oldest=oldest + 1))
+        return replace(batch, proximal_s=scored_s, split_s=split_s + (self._keeping_s or 0.0))
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
@@ -366,15 +386,20 @@ class BatchAhead:
             self._unpacked += here
             # A few large forwards beat many small ones: one is packed when half a batch or the rest of it is there.
             is_enough = len(self._unpacked) * 2 >= places or len(self._groups) == places
-            if is_enough and (self._wants_proximal or self._wants_reference):
+            if is_enough and self._wants_forward:
                 chunk, self._unpacked = self._unpacked, []
                 packing = asyncio.create_task(self._ask("pack", chunk, self._correction))
                 packing.add_done_callback(has_failed)
                 self._chunks.append((chunk, packing))
                 self._changed.set()
-        if self._wants_proximal or self._wants_reference or splits_gap(self._config, self.version):
+        if self._wants_forward or self._splits_sample:
             return None
         return await self._correct([], None)
+
+    @property
+    def _wants_forward(self) -> bool:
+        """Whether the learner has to score the batch before it is corrected."""
+        return self._wants_proximal or self._wants_reference or self.wants_at_sampling
 
     async def _draw(self, places: int) -> list[StoredGroup]:
         """Up to so many groups; waits for the first, and a moment for others: a call of the service costs as much for one as for many."""
@@ -441,13 +466,22 @@ class BatchAhead:
         proximal = reference = None
         if chunk.batch is None:
             return None, None
-        if chunk.fetch_s:
+        if chunk.fetch_s and (self._wants_proximal or self._wants_reference):
             _refuse_lost(await learner.fetch(chunk.batch, None, step=step, limit_s=chunk.fetch_s, everything=False))
         if self._wants_proximal:
             proximal = await learner.proximal(chunk.batch, version=self.version)
         if self._wants_reference:
             reference = await learner.reference_logprobs(chunk.batch, version=self.version)
         return proximal, reference
+
+    async def _at_sampling(self, learner: LearnerGroup, chunk: PackedGroups, step: int) -> Any:
+        """Reference to what earlier weights say of a chunk's own tokens; None: not wanted, or it has no token."""
+        if chunk.batch is None or not self.wants_at_sampling:
+            return None
+        if chunk.fetch_s:
+            _refuse_lost(await learner.fetch(chunk.batch, None, step=step, limit_s=chunk.fetch_s, everything=True))
+        oldest = self.version - self._config.max_staleness
+        return await learner.at_sampling(chunk.batch, version=self.version, oldest=oldest, with_now=False)
 
     async def _split(self, learner: LearnerGroup, step: int) -> tuple[Any, float]:
         """Reference to what the learner says of a sample of stale tokens, None if there are none; and the seconds that it took."""
@@ -459,7 +493,7 @@ class BatchAhead:
         if sample.fetch_s:
             _refuse_lost(await learner.fetch(sample.batch, None, step=step, limit_s=sample.fetch_s, everything=True))
         oldest = self.version + config.monitor.split_every - config.max_staleness
-        found = await learner.at_sampling(sample.batch, version=self.version, oldest=oldest)
+        found = await learner.at_sampling(sample.batch, version=self.version, oldest=oldest, with_now=True)
         return found, time.monotonic() - began
 
 
@@ -467,6 +501,12 @@ def keeps_weights(config: RunConfig, version: int) -> bool:
     """Whether a batch whose gap will be split may have tokens of these weights, so that the ranks keep a copy."""
     every = config.monitor.split_every
     return every > 0 and every - version % every <= config.max_staleness
+
+
+def first_split_version(config: RunConfig, version: int) -> int:
+    """The oldest weights of which a batch of `version` or a later one may have tokens when its gap is split; if none is, version + 1."""
+    every = config.monitor.split_every
+    return version + -version % every - config.max_staleness if every > 0 else version + 1
 
 
 def splits_gap(config: RunConfig, version: int) -> bool:

@@ -10,24 +10,25 @@ import contextlib
 import gc
 import itertools
 import signal
+import statistics
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from evenkeel.actors.carriers import Notify, Observation, PreparedBatch
+from evenkeel.actors.carriers import Observation, PreparedBatch, StoredGroup
 from evenkeel.actors.checkpoints.state import TrainingState
 from evenkeel.actors.checkpoints.writer import CheckpointWriter
 from evenkeel.actors.cluster.hub import outline_folder
 from evenkeel.actors.cluster.placement import RankPlaces, reserve, still_there
 from evenkeel.actors.config import RunConfig
-from evenkeel.actors.driver.alarms import AlarmResponse
+from evenkeel.actors.driver.alarms import AlarmResponse, after_batch
 from evenkeel.actors.driver.batches import BatchSource
 from evenkeel.actors.driver.evaluation import Evaluations
-from evenkeel.actors.driver.no_learning import LearningWatch, refuse_unscored
+from evenkeel.actors.driver.no_learning import EmptySteps, LearningWatch, refuse_unscored
 from evenkeel.actors.driver.parts import StartingPoint, make_sync, start_learner, worker_settings
 from evenkeel.actors.driver.recovery import (
     Lost,
@@ -45,6 +46,7 @@ from evenkeel.actors.pool.scaling import first_workers
 from evenkeel.actors.processes import signals
 from evenkeel.actors.processes.children import beating
 from evenkeel.actors.processes.disk import DaemonThreads
+from evenkeel.actors.processes.lane import Lane
 from evenkeel.actors.processes.pacing import Stopwatch
 from evenkeel.actors.processes.signals import ShutdownSignals
 from evenkeel.actors.processes.supervision import abandon, argument_gone, done_or_reported, kill, unless_failed, unless_set, wait_for
@@ -52,11 +54,12 @@ from evenkeel.actors.ranks.learner_group import LearnerGroup
 from evenkeel.actors.record.disk_waits import ByDisk, by_disk
 from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_folder import Checkpoint, EventKind, RunFolder
+from evenkeel.actors.record.step_numbers import mixture_metrics
 from evenkeel.actors.settings.true_on_policy import check_batch, metrics_of
 from evenkeel.actors.weights.weight_sync import WeightSync
-from evenkeel.correction.errors import DataError, EvenkeelError, StepAborted, counted
-from evenkeel.rollout.tasks.tasks import Task
-from evenkeel.rollout.trajectory import FinishReason, Prompt, SyncReceipt
+from evenkeel.correction.errors import EvenkeelError, StepAborted, counted
+from evenkeel.rollout.tasks.mixture import Mixture, first_of_each
+from evenkeel.rollout.trajectory import Prompt, SyncReceipt
 
 if TYPE_CHECKING:
     from evenkeel.learner.results import StepResult
@@ -100,7 +103,7 @@ class Controller:
         self,
         config: RunConfig,
         folder: RunFolder,
-        task: Task,
+        task: Mixture,
         recorder: Recorder,
         *,
         resume_from: tuple[Checkpoint, TrainingState] | None = None,
@@ -126,6 +129,8 @@ class Controller:
         self._no_batch = asyncio.Event()
         self._learning = LearningWatch(config, recorder.event, self._short_of_groups)
 
+        self._lane = Lane("driver")
+
         # Of the whole run. `_start` adds the rollout pool, its evaluations and the places of ranks.
         self._watch = Stopwatch()
         self._rollbacks = Rollbacks(folder, task)
@@ -137,6 +142,7 @@ class Controller:
 
         # From one starting point on. `_open_book` and `_start_parts` add the book with the service, the learner and its weight sync.
         self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
+        self._lengths = self._point.lengths
         self._checkpoints = CheckpointWriter(folder, recorder, config.checkpoint, config.deadlines, begins_at=self._step)
         self._step_under_way: StepUnderWay | None = None
         self._ends_of_parts = contextlib.AsyncExitStack()
@@ -154,16 +160,19 @@ class Controller:
         Raises: EvenkeelError kinds, with what to change.
         """
         with self._shutdown.handled():
+            self._lane.add("start", self._lane.made_at, time.monotonic(), why="Ray")
             self._recorder.serve()
             try:
-                await self._start()
+                with self._span("start", why="workers"):
+                    await self._start()
                 return await self._until_done()
             finally:
-                await self._end()
+                with self._span("end"):
+                    await self._end()
 
     async def _start(self) -> None:
         config, recorder = self._config, self._recorder
-        self._held_out = self._task.held_out_prompts()[: config.evaluation.problems]
+        self._held_out = first_of_each(self._task.held_out_prompts(), config.evaluation.problems)
         keep = partial(self._folder.keep_model_files, outline_folder(self._point.weights)[0])
         await self._by_disk(recorder.disk.result(keep), "config and tokenizer of the model")
         workers, ranks = first_workers(config.rollout, config.places), config.learner.world_size
@@ -180,13 +189,13 @@ class Controller:
     def _start_pool(self) -> None:
         config = self._config
         self._pool = RolloutPool(
-            worker_settings(config, self._folder.model_path.absolute(), self._held_out[0]),
+            worker_settings(config, self._folder.model_path.absolute(), first_of_each(self._held_out, 1)),
             config.deadlines,
             self._source.book,
             self._source.changes,
             self._recorder,
             config.places,
-            self._learning.finished,
+            self._finished,
         )
         self._ends.push_async_callback(self._ended, "pool", self._pool.stop)
         self._evaluations = Evaluations(
@@ -196,10 +205,16 @@ class Controller:
             self._held_out,
             self._recorder,
             steps=config.steps,
+            correct_at=config.correct_at,
             counts_from=self._pool.attended_since,
         )
         self._ends.push_async_callback(self._ended, "evaluations", self._evaluations.abandon)
         self._pool.start(has_scored=self._step > 0)
+
+    def _finished(self, group: StoredGroup) -> None:
+        """A worker has sampled and scored it."""
+        self._task.finished(group.facts)
+        self._learning.finished(group)
 
     async def _until_done(self) -> RunSummary:
         """The run from the start of its parts on. When one of them dies it is replaced, or the run goes back (recovery.py)."""
@@ -221,8 +236,19 @@ class Controller:
                 prepare = partial(self._replace, lost, failure)
             else:
                 prepare = self._roll_back
-                await self._withdraw(lost, failure)  # until then the pool's failure is the one that takes the run back
-        return await self._finish(after)
+                with self._span("restore", why=f"{lost} gone"):
+                    await self._withdraw(lost, failure)  # until then the pool's failure is the one that takes the run back
+        with self._span("end", why="last lines"):
+            return await self._finish(after)
+
+    @contextlib.contextmanager
+    def _span(self, what: str, *, version: int | None = None, why: str | None = None) -> Iterator[None]:
+        """A block that is a span of the driver's lane. Args: as the fields of Span."""
+        try:
+            with self._lane.span(what, version=version, why=why):
+                yield
+        finally:
+            self._recorder.did(self._lane.report())
 
     async def _while_pool_works(self, work: Coroutine[Any, Any, T]) -> T:
         return await unless_failed(work, self._pool.raise_on_failure())
@@ -251,6 +277,12 @@ class Controller:
 
     async def _start_parts(self) -> None:
         """Start service and learner at the starting point; return when one engine holds the first weights. Book and pool are there."""
+        with self._span("start", why="service and learner"):
+            await self._start_state()
+        with self._span("publish", version=self._version, why="first weights"):
+            await self._start_weights()
+
+    async def _start_state(self) -> None:
         config, recorder = self._config, self._recorder
         self._source.start(self._alarms.correction)
         self._ends_of_parts.callback(self._source.stop)
@@ -258,11 +290,14 @@ class Controller:
         if self._kept is None:
             self._places = await still_there(self._places, config)
         self._learner, infos = await start_learner(config, self._point, self._places, self._parts, self._kept)
-        self._kept = self._learner
+        self._kept, self._learner.told = self._learner, recorder.did
         for info in infos:
             recorder.joined(info)
         for level, note in self._alarms.notes():
             recorder.event(level, note)
+
+    async def _start_weights(self) -> None:
+        config, recorder = self._config, self._recorder
         self._sync = make_sync(
             config,
             self._learner,
@@ -291,10 +326,11 @@ class Controller:
         if self._step_under_way is not None and self._step_under_way.has_lost_its_batch:
             self._step_under_way = None
         under_way = self._step_under_way
-        self._source.replace(self._alarms.correction, self._version if under_way is None else under_way.batch.version + 1)
-        self._parts |= self._source.parts
-        if under_way is None:  # it may have been asked for logprobs
-            await self._learner.settled()
+        with self._span("start", why="a new service"):
+            self._source.replace(self._alarms.correction, self._version if under_way is None else under_way.batch.version + 1)
+            self._parts |= self._source.parts
+            if under_way is None:  # it may have been asked for logprobs
+                await self._learner.settled()
         self._recorder.replaced_service()
         self._warn(what_goes_on(lost, failure, step=self._step))
 
@@ -316,8 +352,9 @@ class Controller:
     async def _roll_back(self) -> None:
         """Go back to the last checkpoint, when no part of the run is left that could still change something."""
         step, version = self._step, self._version
-        await self._by_disk(self._checkpoints.off_disk(), "what it still does for an abandoned checkpoint")
-        self._point, said = await self._rollbacks.found(self._config.model, self._recorder.disk, self._recorder.event, self._by_disk)
+        with self._span("restore", why="the last checkpoint"):
+            await self._by_disk(self._checkpoints.off_disk(), "what it still does for an abandoned checkpoint")
+            self._point, said = await self._rollbacks.found(self._config.model, self._recorder.disk, self._recorder.event, self._by_disk)
         self._generation += 1
         self._warn(what_is_done_again(self._point, step=step, version=version, generation=self._generation))
         for level, sentence in said:
@@ -326,6 +363,7 @@ class Controller:
         self._recorder.roll_back(self._point.totals, self._step)
         config = self._config
         self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
+        self._lengths = self._point.lengths
         self._checkpoints = CheckpointWriter(self._folder, self._recorder, config.checkpoint, config.deadlines, begins_at=self._step)
         await self._open_book()
         self._pool.serve(self._source.book, self._source.changes, self._generation)
@@ -336,7 +374,8 @@ class Controller:
     async def _until_trained(self) -> None:
         """Train to the last step, and save it; with replaced parts this goes on where it was."""
         if not self._is_begun:
-            self._first_evaluation = await self._evaluations.whole("before training", self._step, self._version, self._sync)
+            with self._span("evaluate", version=self._version, why="before training"):
+                self._first_evaluation = await self._evaluations.whole("before training", self._step, self._version, self._sync)
             refuse_unscored(self._first_evaluation)
         if not self._goes_on:
             gc.freeze()  # a full garbage collection need not walk through all that the imports made
@@ -350,7 +389,8 @@ class Controller:
 
     async def _train_and_save(self) -> None:
         await self._train()
-        await self._checkpoints.save_with_retries(self._step, self._save)
+        with self._span("save", version=self._version):
+            await self._checkpoints.save_with_retries(self._step, self._save)
         await self._by_disk(self._recorder.disk.result(self._source.ledger.flush), "the ledger's lines")
 
     async def _train(self) -> None:
@@ -364,16 +404,18 @@ class Controller:
             if (result := await self._step_under_way.result()) is None:
                 self._warn(f"step {self._step + 1} was aborted; a resume trains on its groups")
                 break
-            await self._settle(self._step_under_way.batch, result)
+            with self._span("settle", version=self._step_under_way.batch.version):
+                await self._settle(self._step_under_way.batch, result)
             self._evaluations.begin_if_due(self._step, self._version)
             if self._checkpoints.is_due(self._step):
-                await self._save()
+                with self._span("save", version=self._version):
+                    await self._save()
             await self._answer_alarms()
 
     async def _next_batch(self) -> PreparedBatch:
         await self._by_disk(self._recorder.disk.room(), f"room for the lines of step {self._step + 1}")
         self._recorder.doing(f"step {self._step + 1}: waiting for its batch; rollouts go on")
-        with self._watch.phase("wait_learner") as wait:
+        with self._watch.phase("wait_learner") as wait, self._span("wait", version=self._version, why="a batch"):
             self._pool.learner_waits(self._version, wait)
             batch = self._source.next(self._version, self._learner, self._pool, step=self._step)
             return await batch
@@ -381,23 +423,27 @@ class Controller:
     async def _learn_and_publish(self, batch: PreparedBatch) -> Any:
         result = await self._learn(batch)
         if (config := self._config).true_on_policy:
-            found = await self._source.compared(batch.version, result)
+            with self._span("compare", version=batch.version):
+                found = await self._source.compared(batch.version, result)
             if said := check_batch(found, config.true_on_policy_on_difference, step=self._step + 1):
                 self._warn(said)
             if found is not None:
                 self._recorder.note(metrics_of(found))
-        await self._publish()  # engines take it while we go on
+        with self._span("publish", version=self._version + 1):
+            await self._publish()  # engines take it while we go on
         return result
 
     async def _learn(self, batch: PreparedBatch) -> Any:
         self._recorder.doing(f"step {self._step + 1} in training; rollouts go on")
-        with self._watch.phase("train"):
-            return await self._learner.step(batch.corrected, batch.correction, step=self._step)
+        with self._watch.phase("train"), self._span("step", version=batch.version):
+            scale = self._lengths.rate_scale if self._config.monitor.length_decay else 1.0
+            return await self._learner.step(batch.corrected, batch.correction, step=self._step, rate_scale=scale)
 
     async def _publish(self) -> None:
         """The new weights, as the next version, if the engines are to have it."""
         self._version += 1
         self._recorder.trained(self._pool.versions(), *self._pool.counts(), self._pool.target)
+        self._recorder.note(self._pool.occupancy())
         if self._version % self._config.weight_sync.every_steps == 0 or self._evaluations.is_due(self._step + 1):
             await self._sync.publish()
 
@@ -406,10 +452,22 @@ class Controller:
         step, took = self._step + 1, self._watch.read()
         counts, discarded = self._source.settle(step, batch, version=self._version, published=self._sync.version)
         self._step, self._step_under_way = step, None
+        self._follow_lengths(batch)
         loads = asyncio.create_task(self._pool.loads(self._version))
+        self._recorder.note(mixture_metrics(self._task))
         self._recorder.end_step(step, self._version, batch, result, took, counts, discarded, loads, self._observe)
         self._learning.trained()
         self._empty_steps.note(step, batch, result)
+
+    def _follow_lengths(self, batch: PreparedBatch) -> None:
+        """Have the learning rate fall if answers grow long. Args: batch: trained just now."""
+        tokens = [answer.response_tokens for group in batch.groups for answer in group.valid]
+        if self._config.monitor.length_decay is None or not tokens:
+            return
+        self._recorder.note({"monitor/rate_scale": self._lengths.rate_scale})  # with which it was trained
+        self._lengths, said = after_batch(self._lengths, statistics.fmean(tokens), self._config.monitor)
+        if said:
+            self._warn(said)
 
     async def _observe(self, step: int, version: int, result: StepResult) -> Observation | None:
         """Ask the service for the diagnostics of a step. Args: version: of its batch."""
@@ -452,19 +510,22 @@ class Controller:
         await self._checkpoints.begin(self._step, self._learner, self._training_state)
 
     async def _training_state(self) -> TrainingState:
-        queue, monitor = await self._source.saved(self._shutdown.is_hurried)
+        drawn = self._task.state  # of the same moment as the book's contents: groups go on finishing while their tokens are fetched
+        book, monitor = await self._source.saved(self._shutdown.is_hurried)
         mark = await self._by_disk(self._recorder.disk.result(self._source.ledger.flush), "the ledger's lines")
         return TrainingState(
             self._step,
             self._version,
             time.monotonic() - self._began,
-            queue,
+            book,
             self._recorder.totals(),
             monitor,
             self._alarms.replacement,
             mark,
             self._task.fingerprint,
+            self._lengths,
             self._config.model_dump(mode="json"),
+            drawn,
         )
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -494,7 +555,9 @@ class Controller:
     async def _evaluate_last(self) -> Evaluation | None:
         if self._ends_early:
             return None
-        return await self._shutdown.unless_interrupted(self._evaluations.whole("after training", self._step, self._version, self._sync))
+        with self._span("evaluate", version=self._version, why="after training"):
+            whole = self._evaluations.whole("after training", self._step, self._version, self._sync)
+            return await self._shutdown.unless_interrupted(whole)
 
     async def _finish(self, after: Evaluation | None) -> RunSummary:
         is_early = self._step < self._config.steps
@@ -527,54 +590,6 @@ class Controller:
     async def _ended(self, name: str, end: Callable[[], Awaitable[None]]) -> None:
         with contextlib.suppress(EvenkeelError, ray.exceptions.RayError):
             await wait_for(end(), f"end of {name}", deadline_s=_END_S)
-
-
-# Steps whose batch had no token left to train on: each is reported, and too many in a row end the run.
-#
-# Such a step is a skipped one: the weights stay, the version grows, its groups count as trained. A batch whose answers are all right or all
-# wrong is another matter: it has no gradient either, but the next one may.
-
-# Number of skipped steps in a row that are allowed beyond max_staleness.
-_BEYOND_STALENESS = 3
-
-
-class EmptySteps:
-    """Counts the steps in a row from which nothing was learned."""
-
-    def __init__(self, max_staleness: int, notify: Notify) -> None:
-        """Args: notify: takes an event's level and text."""
-        # A skipped step leaves the weights as they are. After max_staleness of them all tokens are of the present weights: rejection will
-        # repeat.
-        self._most, self._notify = max_staleness + _BEYOND_STALENESS, notify
-        self._in_a_row = 0
-
-    def note(self, step: int, batch: PreparedBatch, result: StepResult) -> None:
-        """Count a step. Raises: DataError if too many in a row had nothing to train on."""
-        reason = _why_nothing_was_left(batch, result)
-        self._in_a_row = self._in_a_row + 1 if reason else 0
-        if not reason:
-            return
-        if self._in_a_row >= self._most:
-            raise DataError(f"nothing was learned in {self._most} steps in a row, up to step {step}: {reason}")
-        self._notify("warning", f"step {step} is skipped ({self._in_a_row} of {self._most} in a row end the run): {reason}")
-
-
-def _why_nothing_was_left(batch: PreparedBatch, result: StepResult) -> str:
-    """The reason in a sentence; empty if there was a token to train on."""
-    if result.trained_tokens == 0:
-        answers = [answer for group in batch.groups for answer in group.valid]
-        cut = sum(answer.finish_reason is FinishReason.LENGTH for answer in answers)
-        return (
-            f"{cut} of its {len(answers)} answers were cut at rollout.sampling.max_tokens, and the others are empty; rollout.overlong "
-            "leaves cut ones out. Raise max_tokens, or set rollout.overlong.kind to train or penalise"
-        )
-    if result.kept_tokens == 0:
-        return (
-            f"the correction rejected all {result.trained_tokens} tokens of its batch: the bounds of correction.rejection or "
-            "correction.veto are narrower than the difference of sampled and trained logprobs. Widen them, or see in the report how large "
-            "it is"
-        )
-    return ""
 
 
 class StepUnderWay:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import compress
 from statistics import fmean
 from typing import Protocol
 
@@ -22,6 +24,8 @@ from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.weights.weight_sync import WeightSync
 from evenkeel.correction.errors import DeadlineExceeded, EvenkeelError, counted
 from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.prompt_place import task_of
+from evenkeel.rollout.tasks.mixture import first_of_each
 from evenkeel.rollout.trajectory import Prompt, Trajectory
 
 
@@ -32,15 +36,32 @@ class Answerer(Protocol):
         """Scored answers to each prompt, in order."""
 
 
-async def evaluate(answerer: Answerer, prompts: Sequence[Prompt], how: AnswerSampling, *, step: int, correct_at: float) -> Evaluation:
+async def evaluate(
+    answerer: Answerer, prompts: Sequence[Prompt], how: AnswerSampling, *, step: int, correct_at: Mapping[str, float]
+) -> Evaluation:
     """Ask every question how.samples times.
 
     Args:
-        correct_at: a reward of at least this is a right answer.
+        correct_at: a reward of at least this is a right answer, by the name of its task.
     """
     began = time.monotonic()
-    answers = tuple(tuple(of_one) for of_one in await answerer.answer(prompts, how))
-    scored = [[t.reward >= correct_at for t in of_one if t.reward is not None] for of_one in answers]
+    answers = [tuple(of_one) for of_one in await answerer.answer(prompts, how)]
+    seconds = time.monotonic() - began
+    tasks = [task_of(prompt.prompt_id) for prompt in prompts]
+    least = [correct_at[task] for task in tasks]
+
+    def of(chosen: Sequence[bool]) -> Evaluation:
+        return _evaluation(list(compress(answers, chosen)), list(compress(least, chosen)), how, step, seconds)
+
+    by_task = {name: of([task == name for task in tasks]) for name in (dict.fromkeys(tasks) if any(tasks) else ())}
+    return replace(of([True] * len(answers)), by_task=by_task)
+
+
+def _evaluation(
+    answers: Sequence[tuple[Trajectory, ...]], least: Sequence[float], how: AnswerSampling, step: int, seconds: float
+) -> Evaluation:
+    """Args: answers, least: to each question, and the reward of a right one. Otherwise: see evaluate."""
+    scored = [[t.reward >= right for t in of_one if t.reward is not None] for of_one, right in zip(answers, least, strict=True)]
     known = [of_one for of_one in scored if of_one]
     total = sum(map(len, scored))
     return Evaluation(
@@ -48,8 +69,8 @@ async def evaluate(answerer: Answerer, prompts: Sequence[Prompt], how: AnswerSam
         samples=how.samples,
         accuracy=share_over_questions([fmean(of_one) for of_one in known], total) if known else UNKNOWN,
         pass_at={k: share for k in _ks(how.samples) if (share := _pass_at(k, scored)).n},
-        seconds=time.monotonic() - began,
-        answers=answers,
+        seconds=seconds,
+        answers=tuple(answers),
         failed=sum(map(len, answers)) - total,
     )
 
@@ -78,15 +99,17 @@ class Evaluations:
         recorder: Recorder,
         *,
         steps: int,
+        correct_at: Mapping[str, float],
         counts_from: Callable[[], float] | None = None,
     ) -> None:
         """
         Args:
             steps: of the run; after the last one there is no evaluation during training.
+            correct_at: as of `evaluate`.
             counts_from: time of the event loop before which nobody was there to answer.
         """
         self._settings, self._deadlines, self._answerer, self._prompts = settings, deadlines, answerer, prompts
-        self._recorder, self._steps, self._counts_from = recorder, steps, counts_from
+        self._recorder, self._steps, self._correct_at, self._counts_from = recorder, steps, correct_at, counts_from
         self._during_training: asyncio.Task[Evaluation] | None = None
 
     def is_due(self, step: int) -> bool:
@@ -101,7 +124,7 @@ class Evaluations:
         if self._during_training is not None and not self._during_training.done():
             self._recorder.event("info", f"evaluation of step {step} left out: the one before is still running")
             return
-        prompts = self._prompts[: self._settings.problems_between]
+        prompts = first_of_each(self._prompts, self._settings.problems_between)
         self._during_training = asyncio.create_task(self._in_time(prompts, f"evaluation during step {step + 1}", step, version))
         self._during_training.add_done_callback(self._note)
 
@@ -154,6 +177,6 @@ class Evaluations:
         )
 
     async def _evaluate(self, prompts: Sequence[Prompt], step: int) -> Evaluation:
-        result = await evaluate(self._answerer, prompts, self._settings, step=step, correct_at=self._settings.correct_at)
+        result = await evaluate(self._answerer, prompts, self._settings, step=step, correct_at=self._correct_at)
         self._recorder.evaluated(result, prompts)
         return result

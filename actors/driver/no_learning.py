@@ -16,17 +16,21 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from evenkeel.actors.carriers import Notify, StoredGroup
+from evenkeel.actors.carriers import Notify, PreparedBatch, StoredGroup
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.groups.tokens import fetched, tokens_fetch_s
 from evenkeel.actors.metrics.held_out import NEARLY_ALL, Evaluation
 from evenkeel.correction.errors import DataError, EvenkeelError, counted
+from evenkeel.rollout.prompt_place import task_of
 from evenkeel.rollout.rewards.reward_process import accepted, build_extraction
 from evenkeel.rollout.trajectory import FailureKind, FinishReason, Group, GroupFacts
+
+if TYPE_CHECKING:
+    from evenkeel.learner.results import StepResult
 
 _STEPS = 3
 _LEAST_ANSWERS = 200
@@ -103,9 +107,10 @@ class _Counts:
     """Highest of its rewards; minus infinity if there is none."""
     has_gradient: bool | None
     """None: too few answers could be scored."""
+    correct_at: float
 
     @classmethod
-    def of(cls, group: GroupFacts) -> _Counts:
+    def of(cls, group: GroupFacts, correct_at: float) -> _Counts:
         rewards = [one.reward for one in group.valid if one.reward is not None]
         return cls(
             len(group.trajectories),
@@ -114,6 +119,7 @@ class _Counts:
             min(rewards, default=float("inf")),
             max(rewards, default=float("-inf")),
             not group.is_uniform if group.is_trainable else None,
+            correct_at,
         )
 
 
@@ -131,6 +137,10 @@ class Window:
     lowest: float
     highest: float
     correct_at: float
+    """Reward of a right answer; where the tasks of the groups differ in it, the highest."""
+    are_right: bool
+    has_right: bool
+    """Whether any answer is."""
     extracts: bool
     """The reward is given a part of an answer."""
     max_tokens: int
@@ -140,10 +150,6 @@ class Window:
     def is_alike(self) -> bool:
         """Every answer got the same reward."""
         return self.lowest == self.highest
-
-    @property
-    def are_right(self) -> bool:
-        return self.lowest >= self.correct_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +250,7 @@ CAUSES = (
     ),
     Cause(
         "below",
-        lambda w: math.isfinite(w.highest) and w.highest < w.correct_at,
+        lambda w: math.isfinite(w.highest) and not w.has_right,
         "none of the last {answers} answers counts as right: the best got {highest:g}, and right is a reward of evaluation.correct_at = "
         "{correct_at:g} or more",
         "If an answer can't get more, set evaluation.correct_at: {highest:g}; accuracy stays 0 until then",
@@ -264,11 +270,10 @@ class NoLearning:
     """Is told of each finished group, asks for samples when it has a suspicion, and says then what is wrong."""
 
     def __init__(self, config: RunConfig) -> None:
-        sampling, self._per_step = config.rollout.sampling, config.groups_per_step
+        sampling, self._per_step, self._correct_at = config.rollout.sampling, config.groups_per_step, config.correct_at
         self._last: deque[_Counts] = deque(maxlen=max(_STEPS * self._per_step, _PARTIAL_ANSWERS // sampling.samples_per_group + 1))
         self._settings: dict[str, Any] = {
-            "correct_at": config.evaluation.correct_at,
-            "extracts": config.rollout.reward.extraction.kind != "whole",
+            "extracts": any(entry.reward.extraction.kind != "whole" for entry in config.rollout.entries),
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
         }
@@ -283,7 +288,7 @@ class NoLearning:
 
     def finished(self, group: GroupFacts) -> bool:
         """Count a group. Returns: whether `said` wants samples now."""
-        counts = _Counts.of(group)
+        counts = _Counts.of(group, self._correct_at[task_of(group.prompt_id)])
         self._last.append(counts)
         self._groups += 1
         self._usable += counts.has_gradient is True
@@ -323,6 +328,9 @@ class NoLearning:
             sum(not one.has_gradient for one in scored) / len(scored) if scored else 0.0,
             min(one.lowest for one in last),
             max(one.highest for one in last),
+            max(one.correct_at for one in last),
+            all(one.lowest >= one.correct_at for one in last),
+            any(one.highest >= one.correct_at for one in last),
             **self._settings,
         )
 
@@ -359,7 +367,7 @@ class LearningWatch:
     def __init__(self, config: RunConfig, notify: Notify, on_shortage: Callable[[str], None]) -> None:
         """Args: on_shortage: called once with the reason if dynamic sampling leaves too few groups for a batch."""
         self._judge, self._notify, self._on_shortage = NoLearning(config), notify, on_shortage
-        self._extract = build_extraction(config.rollout.reward.extraction.model_dump())
+        self._extract = {entry.name: build_extraction(entry.reward.extraction.model_dump()) for entry in config.rollout.entries}
         self._bytes_per_s = config.deadlines.bytes_per_s
         self._recent: deque[StoredGroup] = deque(maxlen=_KEPT)
         self._looking: asyncio.Task[None] | None = None
@@ -400,13 +408,13 @@ class LearningWatch:
     def _samples(self, group: Group) -> list[Sample]:
         """All its answers. A pattern has gone through the same texts in a scoring process within its deadline; where that failed the text
         is left whole."""
-        texts = {one.text for one in group.trajectories}
+        texts, extract = {one.text for one in group.trajectories}, self._extract[task_of(group.prompt_id)]
         return [
             Sample(
                 group.prompt.text,
                 group.prompt.answer,
                 one.text,
-                one.text if one.error else self._extract(one.text),
+                one.text if one.error else extract(one.text),
                 one.reward,
                 one.error,
                 differs=len(texts) > 1,
@@ -429,3 +437,51 @@ def refuse_unscored(first: Evaluation | None) -> None:
         f"learned. The first: {first.first_failure}, answer {first.trajectories[0].text!r:.200}",
         remedy="mend the reward; where an answer is wrong, let it return 0.0",
     )
+
+
+# Steps whose batch had no token left to train on: each is reported, and too many in a row end the run.
+#
+# Such a step is a skipped one: the weights stay, the version grows, its groups count as trained. A batch whose answers are all right or all
+# wrong is another matter: it has no gradient either, but the next one may.
+
+# Number of skipped steps in a row that are allowed beyond max_staleness.
+_BEYOND_STALENESS = 3
+
+
+class EmptySteps:
+    """Counts the steps in a row from which nothing was learned."""
+
+    def __init__(self, max_staleness: int, notify: Notify) -> None:
+        """Args: notify: takes an event's level and text."""
+        # A skipped step leaves the weights as they are. After max_staleness of them all tokens are of the present weights: rejection will
+        # repeat.
+        self._most, self._notify = max_staleness + _BEYOND_STALENESS, notify
+        self._in_a_row = 0
+
+    def note(self, step: int, batch: PreparedBatch, result: StepResult) -> None:
+        """Count a step. Raises: DataError if too many in a row had nothing to train on."""
+        reason = _why_nothing_was_left(batch, result)
+        self._in_a_row = self._in_a_row + 1 if reason else 0
+        if not reason:
+            return
+        if self._in_a_row >= self._most:
+            raise DataError(f"nothing was learned in {self._most} steps in a row, up to step {step}: {reason}")
+        self._notify("warning", f"step {step} is skipped ({self._in_a_row} of {self._most} in a row end the run): {reason}")
+
+
+def _why_nothing_was_left(batch: PreparedBatch, result: StepResult) -> str:
+    """The reason in a sentence; empty if there was a token to train on."""
+    if result.trained_tokens == 0:
+        answers = [answer for group in batch.groups for answer in group.valid]
+        cut = sum(answer.finish_reason is FinishReason.LENGTH for answer in answers)
+        return (
+            f"{cut} of its {len(answers)} answers were cut at rollout.sampling.max_tokens, and the others are empty; rollout.overlong "
+            "leaves cut ones out. Raise max_tokens, or set rollout.overlong.kind to train or penalise"
+        )
+    if result.kept_tokens == 0:
+        return (
+            f"the correction rejected all {result.trained_tokens} tokens of its batch: the bounds of correction.rejection or "
+            "correction.veto are narrower than the difference of sampled and trained logprobs. Widen them, or see in the report how large "
+            "it is"
+        )
+    return ""

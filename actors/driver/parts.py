@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evenkeel.actors.carriers import ActorInfo, WorkerSettings
-from evenkeel.actors.checkpoints.state import Replacement, TrainingState
+from evenkeel.actors.checkpoints.state import AnswerLengths, Replacement, TrainingState
 from evenkeel.actors.cluster.cluster import lower_priority, on_drivers_node
 from evenkeel.actors.cluster.placement import RankPlaces, fetch_where_ranks_are
 from evenkeel.actors.config import RunConfig, absolute
@@ -64,6 +64,10 @@ class StartingPoint:
     def replacement(self) -> Replacement | None:
         return self.state.replacement if self.state else None
 
+    @property
+    def lengths(self) -> AnswerLengths:
+        return self.state.lengths if self.state else AnswerLengths()
+
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}" if self.checkpoint else "its beginning (it has no checkpoint)"
 
@@ -99,12 +103,12 @@ async def start_learner(
     return learner, infos
 
 
-def worker_settings(config: RunConfig, model: Path, sample: Prompt) -> WorkerSettings:
-    """What all rollout workers of the run are given. Args: model, sample: see the fields."""
+def worker_settings(config: RunConfig, model: Path, samples: Sequence[Prompt]) -> WorkerSettings:
+    """What all rollout workers of the run are given. Args: model, samples: see the fields."""
     return WorkerSettings(
         rollout=config.rollout,
         model=model,
-        sample=sample,
+        samples=tuple(samples),
         bind=config.metrics.bind,
         resource=config.ray.rollout_resource,
         seed=config.seed,

@@ -38,7 +38,7 @@ from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.settings.deadlines import REPLACEMENT_PAUSE_S
 from evenkeel.correction.errors import ActorLost, ActorUnavailable, DataError, DeadlineExceeded, RankFailed
-from evenkeel.rollout.tasks.tasks import Task
+from evenkeel.rollout.tasks.mixture import Mixture
 
 # Who of a run's parts is gone: the learner's ranks and the correction service, which hold its state.
 #
@@ -230,7 +230,7 @@ async def end_parts(
 class Rollbacks:
     """Counts how often a run goes back to a checkpoint, and finds the checkpoint."""
 
-    def __init__(self, folder: RunFolder, task: Task) -> None:
+    def __init__(self, folder: RunFolder, task: Mixture) -> None:
         self._folder, self._task = folder, task
         self._goal = -1
         # Rollbacks to the present checkpoint: (time in seconds, step, whether only the service was replaced, at that step).
@@ -320,6 +320,7 @@ class Rollbacks:
         """
         if whole is None:
             self._folder.rewind(0)
+            self._task.restore(None)
             return StartingPoint(model), []
         point, said = take_back(self._folder, whole, self._task)
         return StartingPoint(model, point.checkpoint, point.state), said

@@ -6,7 +6,7 @@ lines the ledger gets are questions to it. States of a group, and who moves it:
     WAITING    admit()     by the rollout pool, when a place is free
                waits()     by the rollout pool: a worker was lost, failed, or handed it back; it waits for another one
                lose()      by the driver: the service or the ranks can't read its tokens. Place and admitted version stay
-    SAMPLING   hand_out()  by the rollout pool; a late worker may still answer, too: the first answer counts
+    SAMPLING   begin()     by the rollout pool; a late worker may still answer, too: the first answer counts
     FINISHED   finish()    by the rollout pool. Not worth training (invalid, or uniform where the run samples dynamically), it keeps its
                            place until it is drawn
                take_back() by the driver: the service that had drawn it is gone
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket
-from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.correction.errors import LedgerError
 from evenkeel.rollout.trajectory import GroupFacts, Prompt
 
@@ -75,8 +75,6 @@ class Entry:
 
     ticket: Ticket
     state: GroupState = GroupState.WAITING
-    worker: str = ""
-    """Who was handed it last; empty: nobody."""
     called_at: float | None = None
     """Time at which a worker was last asked for it, by the caller's clock (s); None: not yet. The next one: at which one had answered."""
     finished_at: float | None = None
@@ -105,7 +103,7 @@ class GroupBook:
         groups_per_step: int,
         max_staleness: int,
         dynamic_sampling: bool = False,
-        snapshot: QueueSnapshot | None = None,
+        snapshot: BookSnapshot | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -172,10 +170,10 @@ class GroupBook:
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
-    def hand_out(self, group_id: int, worker: str, *, now: float) -> None:
+    def begin(self, group_id: int, *, now: float) -> None:
         """Note that a worker is asked for the group. Nothing changes if it is under way no more."""
         if (entry := self._sampled(group_id)) is not None:
-            entry.worker, entry.called_at = worker, now
+            entry.called_at = now
             self._move(entry, GroupState.SAMPLING)
 
     def waits(self, group_id: int, *, failed_at: str = "") -> bool:
@@ -376,10 +374,10 @@ class GroupBook:
         self._changed()
         return discarded
 
-    def finished_at(self, group_ids: Iterable[int]) -> list[float]:
-        """Times at which groups under way were finished, seconds; those of a checkpoint have none."""
-        found = (self._entries[group_id].finished_at for group_id in group_ids)
-        return [at for at in found if at is not None]
+    def finished_at(self, group_ids: Iterable[int]) -> dict[int, float]:
+        """Times at which groups under way were finished, seconds, by id; those of a checkpoint have none."""
+        found = ((group_id, self._entries[group_id].finished_at) for group_id in group_ids)
+        return {group_id: at for group_id, at in found if at is not None}
 
     # -- entries -----------------------------------------------------------------------------------------------------
 

@@ -20,14 +20,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evenkeel.actors.carriers import DiscardedGroup
-from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.actors.json_lines import append_whole
 from evenkeel.correction.errors import LedgerError
-from evenkeel.rollout.tasks.prompt_place import PromptPlace
+from evenkeel.rollout.prompt_place import PromptPlace, task_of
 
 _CHUNK_BYTES = 4 << 20
 HandOver = Callable[[Callable[[], None]], object]
@@ -47,8 +47,8 @@ class LedgerMark:
     """CRC-32 of these bytes."""
     aside: int = 0
     """Lines of damaged files that resumes have set aside."""
-    last: str = ""
-    """Id of the last prompt handed out."""
+    last: dict[str, str] = field(default_factory=dict)
+    """Id of the last prompt handed out of each task, by its name."""
 
 
 def at_once(write: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class Ledger:
             for the disk.
         """
         self._path, self._hand_over, self._writing = path, hand_over, threading.Lock()
-        self._mark, self._last = LedgerMark(), ""
+        self._mark, self._last = LedgerMark(), dict[str, str]()
         self._open: set[str] = set()
         self._admitted = self._trained = 0
         # Number of prompts by reason.
@@ -78,7 +78,7 @@ class Ledger:
 
     @classmethod
     def resumed(
-        cls, path: Path, queue: QueueSnapshot, mark: LedgerMark | None, *, hand_over: HandOver = at_once
+        cls, path: Path, book: BookSnapshot, mark: LedgerMark | None, *, hand_over: HandOver = at_once
     ) -> tuple[Ledger, str | None]:
         """Go on from a checkpoint; lines of later steps are taken back.
 
@@ -86,7 +86,7 @@ class Ledger:
         Raises: LedgerError if the checkpoint is out of balance.
         """
         mark = mark or LedgerMark()
-        if found := imbalance_of(queue, mark):
+        if found := imbalance_of(book, mark):
             raise LedgerError(f"{path}: {found}")
         warning = None
         if difference := _difference(path, mark):
@@ -104,9 +104,9 @@ class Ledger:
         ledger = cls.__new__(cls)
         ledger._path, ledger._mark, ledger._last, ledger._unwritten = path, mark, mark.last, []
         ledger._hand_over, ledger._writing = hand_over, threading.Lock()
-        ledger._open = set(outstanding_ids(queue)) | {group.prompt_id for group in queue.unreported}
-        ledger._admitted, ledger._trained = queue.admitted, queue.trained
-        ledger._discarded = _reported_by_reason(queue)
+        ledger._open = set(outstanding_ids(book)) | {group.prompt_id for group in book.unreported}
+        ledger._admitted, ledger._trained = book.admitted, book.trained
+        ledger._discarded = _reported_by_reason(book)
         return ledger, warning
 
     def hand_out(self, prompt_ids: Iterable[str]) -> None:
@@ -115,11 +115,12 @@ class Ledger:
         Raises: LedgerError for one that was used before.
         """
         for prompt_id in prompt_ids:
-            if prompt_id in self._open or (_order(prompt_id) and _order(prompt_id) <= _order(self._mark.last)):
-                raise LedgerError(f"{prompt_id} used before ({self._mark.last} came later)")
+            task, last = task_of(prompt_id), self._mark.last
+            if prompt_id in self._open or (_order(prompt_id) and _order(prompt_id) <= _order(last.get(task, ""))):
+                raise LedgerError(f"{prompt_id} used before ({last.get(task)} came later)")
             self._open.add(prompt_id)
             self._admitted += 1
-            self._mark = replace(self._mark, last=prompt_id)
+            self._mark = replace(self._mark, last=last | {task: prompt_id})
 
     def settle(self, step: int, *, trained: Sequence[str], discarded: Sequence[DiscardedGroup], contents: BookContents) -> None:
         """Write down the prompts that a step trained and those given up since the last one, and compare the book with them.
@@ -199,28 +200,28 @@ class Ledger:
             raise LedgerError(f"{where}: out of balance: {listed(named)} {what}")
 
 
-def outstanding_ids(queue: QueueSnapshot) -> list[str]:
+def outstanding_ids(book: BookSnapshot) -> list[str]:
     """Ids of the prompts that are under way."""
-    return [*(ticket.prompt.prompt_id for ticket in queue.in_flight), *(group.prompt.prompt_id for group in queue.finished)]
+    return [*(ticket.prompt.prompt_id for ticket in book.in_flight), *(group.prompt.prompt_id for group in book.finished)]
 
 
-def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
+def imbalance_of(book: BookSnapshot, mark: LedgerMark | None) -> str | None:
     """What doesn't add up in a snapshot of the book, and in the ledger's mark if there is one, with ids; None: it is balanced."""
-    held = outstanding_ids(queue)
-    unreported = [group.prompt_id for group in queue.unreported]
+    held = outstanding_ids(book)
+    unreported = [group.prompt_id for group in book.unreported]
     if twice := [prompt_id for prompt_id, times in Counter([*held, *unreported]).items() if times > 1]:
         return f"twice among the prompts under way: {listed(twice)}"
-    if queue.admitted != queue.trained + queue.discarded + len(held):
+    if book.admitted != book.trained + book.discarded + len(held):
         return (
-            f"{queue.admitted} groups admitted, but {queue.trained} trained, {queue.discarded} discarded and {len(held)} under way "
+            f"{book.admitted} groups admitted, but {book.trained} trained, {book.discarded} discarded and {len(held)} under way "
             f"({listed(held)})"
         )
-    by_reason = {str(reason): groups for reason, groups in queue.discarded_by_reason.items()}
-    if sum(by_reason.values()) != queue.discarded:
-        return f"{queue.discarded} groups discarded, but by reason {by_reason}; without a line in the ledger yet: {_without_line(queue)}"
-    if extra := dict(Counter(str(group.reason) for group in queue.unreported) - Counter(by_reason)):
-        return f"by reason {by_reason} groups discarded, {extra} fewer than those without a line in the ledger yet: {_without_line(queue)}"
-    if mark is not None and mark.lines + mark.aside != (settled := queue.trained + queue.discarded - len(unreported)):
+    by_reason = {str(reason): groups for reason, groups in book.discarded_by_reason.items()}
+    if sum(by_reason.values()) != book.discarded:
+        return f"{book.discarded} groups discarded, but by reason {by_reason}; without a line in the ledger yet: {_without_line(book)}"
+    if extra := dict(Counter(str(group.reason) for group in book.unreported) - Counter(by_reason)):
+        return f"by reason {by_reason} groups discarded, {extra} fewer than those without a line in the ledger yet: {_without_line(book)}"
+    if mark is not None and mark.lines + mark.aside != (settled := book.trained + book.discarded - len(unreported)):
         return (
             f"the ledger has {mark.lines + mark.aside} lines, but {settled} prompts were trained or discarded, not counting those "
             f"that have no line yet ({listed(unreported)})"
@@ -228,14 +229,14 @@ def imbalance_of(queue: QueueSnapshot, mark: LedgerMark | None) -> str | None:
     return None
 
 
-def _reported_by_reason(queue: QueueSnapshot) -> Counter[str]:
+def _reported_by_reason(book: BookSnapshot) -> Counter[str]:
     """Discarded groups that have a line in the ledger."""
-    by_reason = Counter({str(reason): groups for reason, groups in queue.discarded_by_reason.items()})
-    return by_reason - Counter(str(group.reason) for group in queue.unreported)
+    by_reason = Counter({str(reason): groups for reason, groups in book.discarded_by_reason.items()})
+    return by_reason - Counter(str(group.reason) for group in book.unreported)
 
 
-def _without_line(queue: QueueSnapshot) -> str:
-    return listed([f"{group.prompt_id} ({group.reason})" for group in queue.unreported])
+def _without_line(book: BookSnapshot) -> str:
+    return listed([f"{group.prompt_id} ({group.reason})" for group in book.unreported])
 
 
 def _difference(path: Path, mark: LedgerMark) -> str:

@@ -12,7 +12,7 @@ from evenkeel.rollout.trajectory import Group
 
 @dataclass(frozen=True, slots=True)
 class BookContents:
-    """The groups under way at one moment, their tokens still where they lie. Fields as of QueueSnapshot, and these."""
+    """The groups under way at one moment, their tokens still where they lie. Fields as of BookSnapshot, and these."""
 
     version: int
     admitted: int
@@ -26,7 +26,7 @@ class BookContents:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueSnapshot:
+class BookSnapshot:
     """The book's state in a checkpoint: a restart from it keeps the staleness bound, and neither loses nor repeats a prompt."""
 
     version: int

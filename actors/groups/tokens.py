@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from evenkeel.actors.carriers import StoredGroup, WaitNotice
-from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.actors.processes.supervision import has_failed, no_room, wait_for
 from evenkeel.actors.settings.deadlines import tokens_call_s, tokens_s
 from evenkeel.correction.errors import ActorLost, EvenkeelError, counted
@@ -198,7 +198,7 @@ async def whole(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[li
     return joined, sorted([*lost, *lost_too])
 
 
-async def whole_snapshot(contents: BookContents, *, tokens_s: float, tell: Callable[[str], object] = lambda _: None) -> QueueSnapshot:
+async def whole_snapshot(contents: BookContents, *, tokens_s: float, tell: Callable[[str], object] = lambda _: None) -> BookSnapshot:
     """What a checkpoint holds: finished groups with their tokens. Groups whose tokens are lost go back to those in flight.
 
     Args:
@@ -208,7 +208,7 @@ async def whole_snapshot(contents: BookContents, *, tokens_s: float, tell: Calla
     groups, lost = await whole(contents.finished, deadline_s=tokens_s)
     if lost:
         tell(f"the tokens of {counted(len(lost), 'finished group')} can't be read: the checkpoint has their prompts, to be sampled again")
-    return QueueSnapshot.of(contents, groups)
+    return BookSnapshot.of(contents, groups)
 
 
 def checksums_of(*buckets: Any) -> tuple[dict[str, str], str]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from evenkeel.actors.carriers import ScalingCause
+from evenkeel.actors.carriers import PoolFailure, ScalingCause
 from evenkeel.correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAGNOSTICS, LOSS_METRICS, NUMBER, Quantity, Unit
 from evenkeel.correction.early_warning.monitor import SYMPTOMS, State
 from evenkeel.learner.results import ParameterGroup, SkipReason
@@ -147,6 +147,11 @@ def _by_k(name: str, label: str, help: str) -> Metric:
     )
 
 
+def _of_tasks(name: str, unit: Unit, reduction: Reduction, label: str, help: str) -> Metric:
+    """A family with a member for each of several tasks."""
+    return replace(_score(name, unit, reduction, label, help), part="task")
+
+
 _U, _R = Unit, Reduction
 SKIPPED = "learner/skipped_updates/"
 """Family: updates of a step that were left out, by learner.results.SkipReason."""
@@ -205,8 +210,8 @@ _TIME = [
         _U.SECONDS,
         _R.LAST,
         "split of the gap",
-        "Splitting the gap of stale tokens into mismatch and staleness, for which the learner waits; on other steps (monitor.split_every) "
-        "the copy of its weights that this needs; absent on steps with neither.",
+        "Splitting the gap of stale tokens into mismatch and staleness, where the correction needs it or by monitor.split_every: forward "
+        "passes at earlier weights, and the copy of its weights that the learner keeps for later ones; absent on steps with neither.",
     ),
     _gauge(
         "time/train_s",
@@ -251,6 +256,8 @@ _TIME = [
         "checkpoint",
         "Writing a checkpoint and its Hugging Face folder, while training goes on; absent on other steps.",
     ),
+    _gauge("checkpoint/last_step", _U.ONE, _R.LAST, "last checkpoint", "Step of the newest checkpoint of this process; absent before it."),
+    _gauge("checkpoint/last_time_s", _U.TIMESTAMP, _R.LAST, "last checkpoint", "When that checkpoint was whole."),
     _gauge("time/diagnose_s", _U.SECONDS, _R.LAST, "diagnose", "Computing the diagnostics of the batch; the learner does not wait for it."),
     _gauge(
         "time/driver_late_s",
@@ -265,6 +272,13 @@ _TIME = [
         _R.MAX,
         "service late",
         "The same of the correction service, since the step whose diagnostics came before.",
+    ),
+    _gauge(
+        "time/rollout_late_s",
+        _U.SECONDS,
+        _R.MAX,
+        "rollout late",
+        "The same of the rollout workers, which own the engines: the largest, each since its last answer. A worker's endpoint has its own.",
     ),
     _gauge(
         "wait/learner_s",
@@ -336,6 +350,11 @@ _REWARD = [
         "reward part",
         "Mean of one named part of the reward; the reward is the sum of the parts.",
     ),
+    _of_tasks("task/accuracy/", _U.SHARE, _R.MEAN, "accuracy", "Share of right answers among a task's valid trajectories of the batch."),
+    _of_tasks("task/reward/", _U.ONE, _R.MEAN, "reward", "Mean reward of a task's valid trajectories of the batch."),
+    _of_tasks("task/groups_share/", _U.SHARE, _R.MEAN, "groups", "Share of the batch's groups that are of the task."),
+    _of_tasks("task/prompts_share/", _U.SHARE, _R.LAST, "prompts", "Share of new prompts that the task is given."),
+    _of_tasks("task/epochs/", _U.ONE, _R.LAST, "passes", "Passes over a task's training questions; absent if they have no end."),
     _counter(
         "reward/exceptions_total",
         "trajectories not scored",
@@ -363,6 +382,10 @@ _HELD_OUT = [
         "Lower end of the 95 % Wilson interval of the held-out accuracy; problems are its unit, not answers.",
     ),
     _score("held_out/wilson_high", _U.SHARE, _R.LAST, "95 % to", "Upper end of the 95 % Wilson interval of the held-out accuracy."),
+    _of_tasks("held_out/task_accuracy/", _U.SHARE, _R.LAST, "held-out accuracy", "The held-out accuracy of one of several tasks."),
+    _of_tasks("held_out/task_wilson_low/", _U.SHARE, _R.LAST, "95 % from", "Lower end of its 95 % Wilson interval."),
+    _of_tasks("held_out/task_wilson_high/", _U.SHARE, _R.LAST, "95 % to", "Upper end of its 95 % Wilson interval."),
+    _of_tasks("held_out/task_reward/", _U.ONE, _R.LAST, "held-out reward", "Mean reward of the scored answers to its held-out problems."),
     _by_k("pass_at", "pass@k", "Chance that at least one of k answers to a held-out problem is right, without bias (Chen et al. 2021)."),
     _by_k("pass_at_low", "95 % from", "Lower end of the 95 % Wilson interval of pass@k; problems are its unit."),
     _by_k("pass_at_high", "95 % to", "Upper end of the 95 % Wilson interval of pass@k."),
@@ -379,6 +402,7 @@ _HELD_OUT = [
     _gauge("held_out/weight_version", _U.ONE, _R.LAST, "weight version", "Version of the weights that answered."),
     _gauge("held_out/truncated_share", _U.SHARE, _R.LAST, "cut answers", "Share of held-out answers cut at max_tokens."),
     _gauge("held_out/response_tokens", _U.TOKENS, _R.LAST, "answer length", "Mean length of a held-out answer."),
+    _gauge("held_out/turns", _U.ONE, _R.LAST, "turns", "Mean number of turns of a held-out answer: 1, and more by tools.", digits=".2f"),
     _gauge("held_out/seconds", _U.SECONDS, _R.LAST, "evaluation time", "Wall time of the evaluation; training goes on meanwhile."),
 ]
 _STALENESS = [
@@ -458,6 +482,13 @@ _MONITOR = [
         _R.MAX,
         "early warning",
         f"State of the worst symptom of the early warning: {_STATES}; docs/correction.md lists the symptoms.",
+    ),
+    _gauge(
+        "monitor/rate_scale",
+        _U.ONE,
+        _R.MAX,
+        "of the learning rate",
+        "Factor on the learning rate that monitor.length_decay has come to, since answers grew long; absent without that setting.",
     ),
     _counter("monitor/watches_total/", "watches", "Times that a symptom became a watch.", members=_SYMPTOMS),
     _counter(
@@ -549,6 +580,21 @@ _LENGTH = [
         "cut answers",
         "Share of the batch's answers cut at max_tokens or the context length.",
     ),
+    _gauge(
+        "length/kept_set_tokens",
+        _U.TOKENS,
+        _R.MEAN,
+        "kept set",
+        "Tokens among which top_p, top_k and min_p let one be drawn, mean of the batch's tokens; one drawn from all counts as 0. Each has "
+        "four bytes.",
+    ),
+]
+_TURNS = [
+    _gauge("turns/mean", _U.ONE, _R.MEAN, "turns", "Mean number of turns of a rollout by an environment or agent.", digits=".2f"),
+    _gauge("turns/max", _U.ONE, _R.MAX, "most turns", "Most turns of a rollout of the batch."),
+    _gauge("turns/sequences", _U.ONE, _R.MEAN, "sequences", "Mean number of a rollout's sequences: 1, and its branches."),
+    _gauge("turns/read_tokens", _U.TOKENS, _R.MEAN, "read tokens", "Mean number of tokens that the model read between its turns."),
+    _gauge("turns/tool_s", _U.SECONDS, _R.MEAN, "tool time", "Mean time that its environment, or its agent's own work, took in a rollout."),
 ]
 _GROUPS = [
     _gauge(
@@ -577,6 +623,14 @@ _GROUPS = [
         "failed writes",
         "Writes into the run folder that the disk did not take. Lines wait in memory; absent while there was none.",
     ),
+    _gauge("groups/finished", _U.ONE, _R.LAST, "finished groups", "Finished groups that are in no batch yet."),
+    _gauge(
+        "groups/outstanding",
+        _U.ONE,
+        _R.LAST,
+        "outstanding groups",
+        "Groups that were started, and neither trained on nor discarded yet; at most (max_staleness + 1) * groups_per_step.",
+    ),
     _counter("groups/refilled_total", "groups refilled", "Groups without gradient that dynamic sampling replaced by new ones."),
     _counter("groups/admitted_total", "groups admitted", "Groups whose sampling was started."),
     _counter("groups/trained_total", "groups trained", "Groups trained on; those of a skipped step count too."),
@@ -587,14 +641,6 @@ _GROUPS = [
 ]
 _ROLLOUT = [
     _counter("service/replaced_total", "replaced services", "Times that the correction service was replaced, because it had died."),
-    _gauge("queue/groups", _U.ONE, _R.LAST, "queued groups", "Finished groups that are in no batch yet."),
-    _gauge(
-        "queue/outstanding",
-        _U.ONE,
-        _R.LAST,
-        "outstanding groups",
-        "Groups that were started, and neither trained on nor discarded yet; at most (max_staleness + 1) * groups_per_step.",
-    ),
     _gauge("pool/workers", _U.ONE, _R.LAST, "rollout workers", "Rollout workers whose engine is up, at the end of the step's training."),
     _gauge(
         "pool/current_workers",
@@ -617,7 +663,28 @@ _ROLLOUT = [
         part="cause",
         members=ScalingCause,
     ),
-    _counter("pool/handed_back_total", "groups handed back", "Groups that a worker which left handed back; another one went on with them."),
+    _counter(
+        "pool/failures_total/",
+        "failures in the pool",
+        "Engines lost, starts that failed, requests without a usable answer, workers out of reach, by kind; each is dealt with.",
+        part="kind",
+        members=PoolFailure,
+    ),
+    _gauge("pool/slots", _U.ONE, _R.SUM, "slots", "Groups that the workers whose engines are up may have under way at a time."),
+    _gauge("pool/used_slots", _U.ONE, _R.SUM, "used slots", "Groups that they had under way as the step's training ended."),
+    _gauge("pool/waiting_groups", _U.ONE, _R.LAST, "waiting groups", "Groups that no worker had taken by then."),
+    _gauge(
+        "pool/waiting_answers",
+        _U.ONE,
+        _R.LAST,
+        "waiting questions",
+        "Answers to questions of evaluations that no worker had taken by then.",
+    ),
+    _counter(
+        "pool/handed_back_total",
+        "groups handed back",
+        "Groups that a worker which left, or whose engine failed, handed back; others went on.",
+    ),
     _counter("pool/handed_back_tokens_total", "tokens handed back", "Response tokens of those groups, sampled before.", _U.TOKENS),
     _gauge("sync/receipts", _U.ONE, _R.SUM, "receipts", "Engines that confirmed the newest weights."),
     _gauge("sync/bytes", _U.BYTES, _R.SUM, "weight bytes", "Bytes of weights handed over in the sync, to all engines together."),
@@ -673,9 +740,17 @@ CATALOGUE: dict[str, Metric] = {
         _TRUE_ON_POLICY,
         _LEARNER,
         _LENGTH,
+        _TURNS,
         _GROUPS,
         _ROLLOUT,
         _WORKER,
     )
     for metric in section
 }
+COUNTERS = [
+    name
+    for metric in CATALOGUE.values()
+    if metric.kind is Kind.COUNTER
+    for name in ([metric.name + part for part in metric.members.split("|")] if metric.is_family else [metric.name])
+]
+"""Every counter, that of each member of a family: all have a value from a run's start on, so that the first increase is one."""

@@ -46,11 +46,12 @@ class MetricsEndpoint(Collector):
         self.labels = {"role": role, "name": name}
         self._values: dict[str, float] = {}
         self._lock = threading.Lock()
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        ProcessCollector(registry=registry)  # process_cpu_seconds_total, process_resident_memory_bytes, ...
+        self.registry = CollectorRegistry(auto_describe=False)
+        """What the page is made of; an actor adds collectors of metrics that others name."""
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)  # process_cpu_seconds_total, process_resident_memory_bytes, ...
         try:
-            self._server, self._thread = start_http_server(port, addr=bind, registry=registry)
+            self._server, self._thread = start_http_server(port, addr=bind, registry=self.registry)
         except OSError as error:
             raise ConfigError(f"metrics endpoint of {role} {name}: can't listen on {bind}:{port}: {error}. Set metrics.bind.") from error
         self.target = f"[{bind}]:{self._server.server_port}" if ":" in bind else f"{bind}:{self._server.server_port}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, pvariance
 
 from evenkeel.actors.metrics.step_metrics import with_interval
@@ -92,12 +92,15 @@ class Evaluation:
     """All answers to each question."""
     failed: int
     """Answers that could not be scored; the accuracy leaves them out."""
+    by_task: Mapping[str, Evaluation] = field(default_factory=dict)
+    """The same of each of several tasks, by name."""
 
     def __str__(self) -> str:
         text = str(self.accuracy)
         if self.samples > 1:
             text += f" x {self.samples} answers" + "".join(f", pass@{k} {share}" for k, share in self.pass_at.items() if k == self.samples)
-        return text + (f", {counted(self.failed, 'answer')} could not be scored" if self.failed else "")
+        text += f", {counted(self.failed, 'answer')} could not be scored" if self.failed else ""
+        return text + "".join(f"; {name}: {one}" for name, one in self.by_task.items())
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -124,7 +127,7 @@ class Evaluation:
         """Numbers by name of the catalogue; the accuracy is None when nothing could be scored."""
         known, all_answers = self.accuracy.n > 0, self.trajectories
         count = max(1, len(all_answers))
-        versions = [span.version for t in all_answers for span in t.version_spans]
+        versions = [span.version for t in all_answers for one in t.sequences for span in one.version_spans]
         numbers = {
             "held_out/accuracy": self.accuracy.value if known else None,
             "held_out/wilson_low": self.accuracy.low if known else None,
@@ -135,9 +138,14 @@ class Evaluation:
             "held_out/unscored": self.failed,
             "held_out/weight_version": min(versions) if versions else 0,
             "held_out/truncated_share": self.truncated_share,
-            "held_out/response_tokens": sum(len(t.response_ids) for t in all_answers) / count,
+            "held_out/response_tokens": sum(t.response_tokens for t in all_answers) / count,
+            "held_out/turns": sum(t.turns for t in all_answers) / count,
             "held_out/seconds": self.seconds,
         }
+        for name, one in self.by_task.items():
+            if one.accuracy.n:
+                of_task = {"accuracy": one.accuracy.value, "wilson_low": one.accuracy.low, "wilson_high": one.accuracy.high}
+                numbers |= {f"held_out/task_{what}/{name}": value for what, value in (of_task | {"reward": one.reward}).items()}
         for k, share in self.pass_at.items():
             of_k = {"pass_at": share.value, "pass_at_low": share.low, "pass_at_high": share.high}
             numbers |= {f"held_out/{name}/{k}": value for name, value in of_k.items()}

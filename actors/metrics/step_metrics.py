@@ -176,6 +176,17 @@ def with_interval(share: float, low: float, high: float) -> str:
     return f"{number(share)} [{number(low)}, {number(high)}]"
 
 
+def accuracies_of_tasks(metrics: Mapping[str, float]) -> dict[str, tuple[float, float, float]]:
+    """(held-out accuracy, 95 % interval from, to) of each of several tasks, by name."""
+    found, low, high = (members(metrics, f"held_out/task_{name}/") for name in ("accuracy", "wilson_low", "wilson_high"))
+    return {name: (share, low[name], high[name]) for name, share in found.items() if name in low and name in high}
+
+
+def accuracy_by_task(metrics: Mapping[str, float]) -> dict[str, str]:
+    """As `accuracy`, of each of several tasks by name."""
+    return {name: with_interval(*share) for name, share in accuracies_of_tasks(metrics).items()}
+
+
 def accuracy_of_what(metrics: Mapping[str, float]) -> str:
     """What that accuracy is measured on: " on 512 problems x 4 answers, 3 of them not scored"."""
     text = f" on {shown(metrics, 'held_out/problems')} problems" if "held_out/problems" in metrics else ""
@@ -189,7 +200,7 @@ def markdown() -> str:
         "# Metrics",
         "",
         "Every number that a run shows, generated from `actors/metrics/catalogue.py` (`make docs`).",
-        "In metrics.jsonl, TensorBoard and Weights & Biases a metric has the name on the left; Prometheus has the one below it.",
+        "In metrics.jsonl, TensorBoard and trackers a metric has the name on the left; Prometheus has the one below it.",
         "A name that ends in `<...>` is a family. A number that a step doesn't have is absent: it is neither 0 nor NaN.",
         "The column `over ranks` is how one value was made of those of several ranks or workers; a mean is weighted by what each counted.",
         "rho is pi_prox / mu of a sampled token. The [glossary](glossary.md) explains the terms.",

@@ -18,12 +18,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
 from evenkeel.actors.carriers import Notify
 from evenkeel.actors.processes.pacing import doubled_pause_s
 from evenkeel.actors.settings.deadlines import REPLACEMENT_PAUSE_S
 from evenkeel.correction.errors import EngineError, RequestError, counted
-from evenkeel.rollout.config import FunctionReward, RewardConfig
+from evenkeel.rollout.config import FunctionReward, TaskEntry
 from evenkeel.rollout.trajectory import LEAST_VALID, FailureKind, GroupFacts
 
 WINDOW_S = 3600.0
@@ -217,13 +218,15 @@ class UnscoredStarts:
 class Scoring:
     """Counts groups that can't be scored, and says how many may be handed out."""
 
-    def __init__(self, reward: RewardConfig, window_s: float, *, notify: Notify) -> None:
+    def __init__(self, tasks: Sequence[TaskEntry], window_s: float, *, notify: Notify) -> None:
         """
         Args:
+            tasks: of the run.
             window_s: seconds after which a group no longer counts.
             notify: takes level and sentence.
         """
-        self._reward = reward.path if isinstance(reward, FunctionReward) else reward.kind
+        rewards = [entry.reward for entry in tasks]
+        self._reward = ", ".join(one.path if isinstance(one, FunctionReward) else one.kind for one in rewards)
         self._notify = notify
         self._latest = LatestGroups(window_s)
         # Number of pauses, and their seconds, since a group was last scored.

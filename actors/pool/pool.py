@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from evenkeel.actors.carriers import DiscardReason, GroupFailure, StoredGroup, Ticket, WorkerSettings
+from evenkeel.actors.carriers import DiscardReason, GroupFailure, PoolFailure, StoredGroup, Ticket, WorkerSettings
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.groups.book import MAX_ENGINE_LOSSES, GroupBook
 from evenkeel.actors.groups.changes import Changes
@@ -128,12 +128,14 @@ class RolloutPool:
         self._begin_books()
 
     def _begin_books(self) -> None:
-        self._work = WaitingWork(self._config.slots_per_worker, self._config.sampling.samples_per_group)
+        slots, samples = self._config.slots_per_worker, self._config.sampling.samples_per_group
+        played = {entry.name for entry in self._config.entries if entry.environment is not None}
+        self._work = WaitingWork(slots, samples, without_slot=played)
         # time.monotonic() when a worker was lost, by its name, until others have its groups.
         self._orphaned_at: dict[str, float] = {}
         window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
         self._latest = LatestGroups(window_s)
-        self._scoring = Scoring(self._config.reward, window_s, notify=self._recorder.event)
+        self._scoring = Scoring(self._config.entries, window_s, notify=self._recorder.event)
 
     def start(self, *, has_scored: bool = False) -> None:
         """Ask for all workers; they join as they come. Args: has_scored: the run is resumed, and its reward has scored before."""
@@ -171,7 +173,7 @@ class RolloutPool:
     async def stop(self) -> None:
         """End all workers, engines first."""
         self.tasks.stop()
-        await workers.end(list(self.workers.values()))
+        await workers.end(list(self.workers.values()), self._recorder.did)
         self.workers.clear()
 
     @property
@@ -205,13 +207,23 @@ class RolloutPool:
         joined = list(self.joined())
         return len(joined), sum(self.is_current(w) for w in joined)
 
+    def occupancy(self) -> dict[str, float]:
+        """Slots, those in use, and what waits for one, by metric name."""
+        joined = list(self.joined())
+        return {
+            "pool/slots": len(joined) * self._config.slots_per_worker,
+            "pool/used_slots": sum(len(worker.groups) for worker in joined),
+            "pool/waiting_groups": self._work.groups,
+            "pool/waiting_answers": self._work.answers,
+        }
+
     async def loads(self, version: int | None = None) -> dict[str, WorkerLoad]:
         """Running totals, by name, of the workers that answer within a few seconds.
 
         Args: version: made by a step that has just ended; if it was published, workers send their loads with its receipts. None: ask all.
         """
         is_published = self.sync is not None and self.sync.version == version
-        return await workers.loads(list(self.joined()), self.throttle, version if is_published else None)
+        return await workers.loads(list(self.joined()), self.throttle, self._recorder.did, version if is_published else None)
 
     async def first_worker(self) -> None:
         """Wait until one engine is up. Raises: the error of its start."""
@@ -305,7 +317,8 @@ class RolloutPool:
         self.wake()
 
     async def _follow_heartbeat(self, worker: WorkerHandle) -> None:
-        self.lost(worker, await workers.until_worker_lost(worker, self._config.engine.deadlines.heartbeat_s, lambda: len(self.workers)))
+        limit_s = self._config.engine.deadlines.heartbeat_s
+        self.lost(worker, await workers.until_worker_lost(worker, limit_s, lambda: len(self.workers), self._recorder.did))
 
     # -- workers leave ------------------------------------------------------------------------------------------------
 
@@ -351,7 +364,7 @@ class RolloutPool:
         if not is_idle():
             await wait_for(worker.actor.hand_back.remote(), f"groups handed back <- {name}", deadline_s=hand_back_s)
             await wait_for(self.tasks.until(is_idle), f"groups handed back <- {name}", deadline_s=hand_back_s, notice=log.debug)
-        await wait_for(worker.actor.stop.remote(), f"end of {name}", deadline_s=workers.STOP_S)
+        self._recorder.did(await wait_for(worker.actor.stop.remote(), f"end of {name}", deadline_s=workers.STOP_S))
 
     async def _wait_for_end_notice(self, worker: WorkerHandle) -> None:
         """Have a worker leave whose process gets a SIGTERM."""
@@ -412,6 +425,7 @@ class RolloutPool:
         if worker.state in (WorkerState.GONE, WorkerState.LEAVING) or self.tasks.is_stopping:
             return
         never_worked = worker.state is WorkerState.STARTING
+        self._recorder.failed(PoolFailure.START_FAILED if never_worked else PoolFailure.ENGINE_LOST)
         of_reward = never_worked and self._has_scored and isinstance(error, RewardError)
         self._forget(worker)
         kill(worker.actor)
@@ -562,7 +576,7 @@ class RolloutPool:
         try:
             if self._book.attempts(group_id).engines_lost:  # on a worker that died together with others, without it
                 sign = f"sign of life <- rollout worker {worker.name}"
-                await call_with_retries(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)
+                self._recorder.did((await call_with_retries(lambda: worker.actor.load.remote(), sign, deadline_s=ANSWER_S)).told)
             await self.throttle.wait()  # a step hands out all of its groups together
             if not self.is_current(worker):  # meanwhile a version was published, or the worker lost
                 raise EngineDirty(f"rollout worker {worker.name} no longer holds the published weights")
@@ -572,7 +586,7 @@ class RolloutPool:
                 nonlocal found, payload, wide
                 if found is not None:
                     disregard(found, payload, *wide)
-                self._book.hand_out(group_id, worker.name, now=time.monotonic())
+                self._book.begin(group_id, now=time.monotonic())
                 sample = worker.actor.generate_group.options(num_returns=self._results)
                 found, payload, *wide = sample.remote(ticket, self.generation)
                 return found
@@ -581,6 +595,7 @@ class RolloutPool:
             if isinstance(outcome, GroupFacts):
                 payload = await to_hand_on(outcome, payload)
         except (DeadlineExceeded, ActorUnavailable) as error:  # the worker answers its heartbeat, or will be lost by it
+            self._recorder.failed(PoolFailure.REQUEST_FAILED if isinstance(error, DeadlineExceeded) else PoolFailure.UNREACHED)
             await self._call_off(worker, group_id)
             is_late = lived and isinstance(error, DeadlineExceeded)
             may_go_on = self._failed(worker, group_id) if is_late else self._book.unreached(group_id) < MAX_UNREACHED
@@ -599,6 +614,7 @@ class RolloutPool:
             self._take(worker, ticket, outcome, payload, wide[0] if isinstance(outcome, GroupFacts) and outcome.wide_bytes > 0 else None)
         finally:
             worker.groups.discard(group_id)
+            worker.in_slots.discard(group_id)
             if found is not None and outcome is None:
                 disregard(found, payload, *wide)
         self.wake()
@@ -611,7 +627,12 @@ class RolloutPool:
     def _take(self, worker: WorkerHandle, ticket: Ticket, outcome: GroupOutcome, payload: Any, wide: Any) -> None:
         """Record the outcome of a group. Args: payload: a finished group itself, or a reference to it; wide: as in StoredGroup."""
         if isinstance(outcome, UnfinishedGroup):
-            worker.handed_back.append(outcome)
+            if worker.leaves:
+                worker.handed_back.append(outcome)
+            else:
+                self._recorder.handed_back(1, outcome.tokens)
+                failed = f"the engine of rollout worker {worker.name} failed in the middle of its rollouts"
+                self._recorder.event("warning", f"group {ticket.group_id} goes on from {outcome.tokens} tokens: {failed}")
             self._wait_again(continuing(ticket, outcome))
         elif not isinstance(outcome, GroupFailure):
             if not worker.has_worked:
@@ -628,6 +649,7 @@ class RolloutPool:
             if pause_s := self._scoring.finished(outcome, self._now()):
                 self.tasks.spawn(self._pause_for_rewards(pause_s))
         else:
+            self._recorder.failed(PoolFailure.REQUEST_FAILED)
             may_go_on = not outcome.is_final and self._failed(worker, ticket.group_id)
             self._again_or_discard(worker, ticket, outcome.reason, may_go_on=may_go_on)
 

@@ -7,17 +7,20 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import psutil
 import ray
 
-from evenkeel.actors.carriers import ActorInfo, BegunTicket, GroupFailure, Ticket, WeightChecksums, WorkerSettings
+from evenkeel.actors.carriers import ActorInfo, BegunTicket, GroupFailure, LaneReport, Ticket, WeightChecksums, WorkerSettings
 from evenkeel.actors.groups import tokens as payloads
 from evenkeel.actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
 from evenkeel.actors.pool.preemption import EndNotice
+from evenkeel.actors.processes.lane import Lane, worker_lane
+from evenkeel.actors.processes.pacing import LoopClock
 from evenkeel.actors.settings.devices import check_received
 from evenkeel.correction.errors import (
     DataError,
@@ -48,6 +51,8 @@ Answer = tuple[GroupOutcome, *tuple[Any, ...]]
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """Errors of one request after which the engine goes on."""
 _ABORT_S = 10.0
+# Spans of tools that are so near each other are one; shorter ones than the second are left out.
+_NEAR_S, _SEEN_S = 0.05, 0.005
 
 
 class RolloutWorker:
@@ -69,6 +74,7 @@ class RolloutWorker:
         # Group id -> task that samples it. A repeated call for a group, after a lost answer, gets the result of the same task.
         self._groups: dict[int, asyncio.Task[Answer]] = {}
         self._starting: asyncio.Task[ActorInfo] | None = None
+        self._lane, self._clock = Lane(worker_lane(name), waits_for="work"), LoopClock()
 
     async def follow(self, generation: int) -> None:
         """Abort all groups and requests under way: the next calls belong to this generation. The caller doesn't wait for this call, which
@@ -93,8 +99,12 @@ class RolloutWorker:
         Args: version: what the engine calls its weights before the first sync.
         """
         if self._starting is None:
-            self._starting = asyncio.ensure_future(self._start(version))
+            self._starting = asyncio.ensure_future(self._start_as_span(version))
         return await asyncio.shield(self._starting)
+
+    async def _start_as_span(self, version: int) -> ActorInfo:
+        with self._lane.span("start"):
+            return await self._start(version)
 
     async def _start(self, version: int) -> ActorInfo:
         settings = self._settings
@@ -106,14 +116,16 @@ class RolloutWorker:
             self._sampler = await Sampler.start(
                 settings.model,
                 settings.rollout,
-                sample=settings.sample,
+                samples=settings.samples,
                 version=version,
                 name=f"rollout worker {self._name}",
                 seed=settings.seed,
                 topk=settings.topk,
                 has_weights=False,
             )
+        self._endpoint.registry.register(self._sampler.engine.metrics)
         self._end_notice = EndNotice()
+        self._clock.start()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
 
     async def generate_group(self, ticket: Ticket, generation: int = 0) -> Answer:
@@ -150,7 +162,8 @@ class RolloutWorker:
     async def _generate_group(self, ticket: Ticket) -> Answer:
         """An error that nobody has foreseen (a tokenizer that can't decode a token, say) is a failure of this group alone."""
         try:
-            return await self._sampled_group(ticket)
+            with self._lane.busy():
+                return await self._sampled_group(ticket)
         except UNANSWERED as error:
             failure = GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError))
         except (EvenkeelError, ray.exceptions.RayError):
@@ -166,14 +179,28 @@ class RolloutWorker:
         return (None, None) if self._settings.has_wide_fields else (None,)
 
     async def _sampled_group(self, ticket: Ticket) -> Answer:
-        generation, spoilt = self._generation, self._spoilt
-        group = await self._sampler.group(
-            ticket.prompt,
-            group_id=ticket.group_id,
-            admitted_version=ticket.admitted_version,
-            topk=self._settings.topk,
-            begun=ticket.begun if isinstance(ticket, BegunTicket) else None,
-        )
+        generation, spoilt, began = self._generation, self._spoilt, time.monotonic()
+        tell = partial(self._lane.add, version=ticket.admitted_version, group=ticket.group_id)
+        between: list[tuple[float, float]] = []
+        try:
+            group = await self._sampler.group(
+                ticket.prompt,
+                group_id=ticket.group_id,
+                admitted_version=ticket.admitted_version,
+                topk=self._settings.topk,
+                begun=ticket.begun if isinstance(ticket, BegunTicket) else None,
+                between=lambda begin, end: between.append((begin, end)),
+            )
+        except BaseException as error:
+            tell("sample", began, time.monotonic(), why=type(error).__name__)
+            raise
+        scored_at = time.monotonic()
+        sampled_at = scored_at if isinstance(group, UnfinishedGroup) else max(began, scored_at - group.reward_s)
+        tell("sample", began, sampled_at)
+        for begin, end in _united(between):
+            tell("tool", begin, end)
+        if scored_at > sampled_at:
+            tell("reward", sampled_at, scored_at)
         await self._of_known_weights(spoilt)
         if generation != self._generation:
             raise LateError(f"rollout worker {self._name}: group {ticket.group_id} was withdrawn while it was sampled")
@@ -189,7 +216,8 @@ class RolloutWorker:
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation), which the book knows nothing of. Raises: as `generate_group`."""
         spoilt = self._spoilt
-        answers = await self._until_withdrawn([self._answer(prompt, how) for prompt in prompts])
+        with self._lane.span("evaluate"):
+            answers = await self._until_withdrawn([self._answer(prompt, how) for prompt in prompts])
         await self._of_known_weights(spoilt)
         self._count([one for of_one in answers for one in of_one])
         return answers
@@ -216,7 +244,7 @@ class RolloutWorker:
             return (unanswered(unsampled(prompt.token_ids, prompt.prompt_id), str(error)),) * how.samples
 
     def _count(self, trajectories: Sequence[Trajectory]) -> None:
-        self._endpoint.add("rollout/generated_tokens_total", sum(len(t.response_ids) for t in trajectories))
+        self._endpoint.add("rollout/generated_tokens_total", sum(t.response_tokens for t in trajectories))
         self._endpoint.set("rollout/requests_in_flight", self._sampler.engine.requests_in_flight)
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -234,12 +262,13 @@ class RolloutWorker:
             others were asked for meanwhile, and nothing has begun.
         """
         began, this_update = time.monotonic(), self._number_of_update(version, generation)
-        *fetched, expected = await self._fetched(version, [*buckets, checksums.by_name if checksums is not None else None])
+        with self._lane.span("fetch", version=version):
+            *fetched, expected = await self._fetched(version, [*buckets, checksums.by_name if checksums is not None else None])
         if expected is not None:
             await asyncio.to_thread(require_checksums, fetched, expected)
         if this_update != self._asked_update:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
-        with self._holding_back() if expected is not None else contextlib.nullcontext():
+        with self._lane.span("update", version=version), self._holding_back() if expected is not None else contextlib.nullcontext():
             receipt = await self._sampler.engine.update_weights(version, fetched)
             is_as_sent = expected is None
             try:
@@ -247,7 +276,7 @@ class RolloutWorker:
                 is_as_sent = True
             finally:
                 self._spoilt += not is_as_sent
-        return receipt
+        return replace(receipt, load=await self.load())
 
     @contextlib.contextmanager
     def _holding_back(self) -> Iterator[None]:
@@ -300,8 +329,10 @@ class RolloutWorker:
         """Take the weights that the learner broadcasts. Raises: as `update_weights`."""
         began = time.monotonic()
         self._number_of_update(version, generation)
-        receipt = await self._sampler.engine.receive_weights(version, buckets, group=group)
-        return await self._receipt(replace(receipt, generation=generation), began)
+        with self._lane.span("update", version=version):
+            receipt = await self._sampler.engine.receive_weights(version, buckets, group=group)
+            receipt = await self._receipt(replace(receipt, generation=generation), began)
+        return replace(receipt, load=await self.load())
 
     async def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of a fixed prompt at the present weights."""
@@ -320,8 +351,7 @@ class RolloutWorker:
             processor = await self._sampler.engine.processor() if self._settings.rollout.engine.batch_invariant else None
         self._endpoint.set("rollout/weight_version", receipt.version)
         self._endpoint.set("rollout/last_sync_time_s", time.time())
-        seconds, load = time.monotonic() - began, await self.load()
-        return replace(receipt, seconds=seconds, digest=digest, processor=processor, load=load)
+        return replace(receipt, seconds=time.monotonic() - began, digest=digest, processor=processor)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -329,18 +359,35 @@ class RolloutWorker:
         """Raises: EngineError if the engine is lost."""
         sampler, engine = self._sampler, self._sampler.engine
         engine.raise_if_lost()
-        return WorkerLoad(sampler.busy_s, sampler.up_s, sampler.generated_tokens, engine.requests_in_flight, engine.silent_s)
+        totals, late_s = (sampler.busy_s, sampler.up_s, sampler.generated_tokens), self._clock.read()
+        self._endpoint.set("time/rollout_late_s", late_s)
+        return WorkerLoad(*totals, engine.requests_in_flight, engine.silent_s, late_s, self._lane.report())
 
     async def hand_back(self) -> None:
         """Sample nothing more; `generate_group` returns what there is. Returns when the engine has nothing under way."""
-        await self._sampler.engine.hand_back()
+        await self._sampler.hand_back()
 
     async def end_notice(self) -> None:
         """Returns when the process has got a SIGTERM."""
         await self._end_notice.received.wait()
 
-    async def stop(self) -> None:
-        """End the engine."""
-        await self._sampler.close()
-        await asyncio.to_thread(remove, self._temporary)
+    async def stop(self) -> LaneReport:
+        """End the engine. Returns: what the worker has done since its last answer."""
+        with self._lane.span("end"):
+            await self._sampler.close()
+            await asyncio.to_thread(remove, self._temporary)
+        self._clock.stop()
         self._endpoint.close()
+        return self._lane.report()
+
+
+def _united(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of a group's rollouts that overlap, or nearly do, as one: hundreds of calls of tools are few spans of its lane. Without those
+    that are too short to be seen."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1] + _NEAR_S:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return [(begin, end) for begin, end in found if end - begin >= _SEEN_S]

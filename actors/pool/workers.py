@@ -15,6 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeLabelSchedulingStrategy, NotIn
 
-from evenkeel.actors.carriers import ActorInfo, WorkerSettings
+from evenkeel.actors.carriers import ActorInfo, LaneReport, WorkerSettings
 from evenkeel.actors.cluster.cluster import lower_priority
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.pool.rollout_worker import RolloutWorker
@@ -63,6 +64,8 @@ class WorkerHandle:
     state: WorkerState = WorkerState.STARTING
     groups: set[int] = field(default_factory=set)
     """Groups that it is sampling."""
+    in_slots: set[int] = field(default_factory=set)
+    """Of these, those that take a slot each."""
     failed: set[int] = field(default_factory=set)
     """Groups whose requests to it have failed since it last finished one."""
     questions: int = 0
@@ -157,7 +160,9 @@ def first_work(worker: WorkerHandle) -> str:
     return f"rollout worker {worker.name} sampled its first group {now - worker.asked_at:.1f} s after it was asked for: {spent}"
 
 
-async def until_worker_lost(worker: WorkerHandle, limit_s: float, pool_size: Callable[[], int]) -> str:
+async def until_worker_lost(
+    worker: WorkerHandle, limit_s: float, pool_size: Callable[[], int], told: Callable[[LaneReport | None], None]
+) -> str:
     """Ask a worker for its load when it has given no other sign of life for a while, and return the reason when it is lost. (The worker
     watches its engine itself.) When half of the limit is over for it or its engine, stacks are collected.
 
@@ -165,7 +170,7 @@ async def until_worker_lost(worker: WorkerHandle, limit_s: float, pool_size: Cal
     group, a receipt, an answered probe of the weights), in a pool of more than 64 workers limit_s / 2. If its engine was silent at the last
     heartbeat it is limit_s / 6 in any pool, or half of the engine's limit could pass unseen.
 
-    Args: limit_s: seconds without an answer.
+    Args: limit_s: seconds without an answer. told: takes what the worker says that it has done.
     """
     clock, engine_silent_s = asyncio.get_running_loop().time, 0.0
 
@@ -179,6 +184,7 @@ async def until_worker_lost(worker: WorkerHandle, limit_s: float, pool_size: Cal
 
     def note_silence(load: WorkerLoad) -> float:
         nonlocal engine_silent_s
+        told(load.told)
         engine_silent_s = load.silent_s
         return engine_silent_s
 
@@ -191,39 +197,50 @@ async def until_worker_lost(worker: WorkerHandle, limit_s: float, pool_size: Cal
     return f"missed its heartbeat: its process answered none of {MISSES} probes in {limit_s:g} s"
 
 
-async def loads(joined: Sequence[WorkerHandle], throttle: CallThrottle, version: int | None = None) -> dict[str, WorkerLoad]:
+async def loads(
+    joined: Sequence[WorkerHandle], throttle: CallThrottle, told: Callable[[LaneReport | None], None], version: int | None = None
+) -> dict[str, WorkerLoad]:
     """Running totals, by name, of the workers that answer within a few seconds.
 
-    Args: version: workers with a receipt of this version, or a newer one, sent their totals with it, and aren't asked. None: ask all.
+    Args:
+        told: takes what a worker that is asked says that it has done.
+        version: workers with a receipt of this version, or a newer one, sent their totals with it, and aren't asked. None: ask all.
     """
-    told: dict[str, WorkerLoad] = {}
+    known: dict[str, WorkerLoad] = {}
     if version is not None:
         on_their_way = [w.sync.task for w in joined if w.sync.version < version and w.sync.task is not None]
         if on_their_way:
             await asyncio.wait(on_their_way, timeout=_RECEIPT_S)
-        told = {w.name: w.sync.load for w in joined if w.sync.version >= version and w.sync.load is not None}
-    return told | await _asked([w for w in joined if w.name not in told], throttle)
+        known = {w.name: w.sync.load for w in joined if w.sync.version >= version and w.sync.load is not None}
+    return known | await _asked([w for w in joined if w.name not in known], throttle, told)
 
 
-async def _asked(workers: Sequence[WorkerHandle], throttle: CallThrottle) -> dict[str, WorkerLoad]:
+async def _asked(
+    workers: Sequence[WorkerHandle], throttle: CallThrottle, told: Callable[[LaneReport | None], None]
+) -> dict[str, WorkerLoad]:
     """The load of each worker that answers in time, by name."""
 
     async def ask(worker: WorkerHandle) -> WorkerLoad | None:
         await throttle.wait()
         try:
-            return await wait_for(worker.actor.load.remote(), f"load <- rollout worker {worker.name}", deadline_s=_LOAD_S)
+            load: WorkerLoad = await wait_for(worker.actor.load.remote(), f"load <- rollout worker {worker.name}", deadline_s=_LOAD_S)
         except (EvenkeelError, ray.exceptions.RayError):
             return None
+        told(load.told)
+        return load
 
     answers = await asyncio.gather(*(ask(w) for w in workers))
     return {worker.name: load for worker, load in zip(workers, answers, strict=True) if load is not None}
 
 
-async def end(workers: Sequence[WorkerHandle]) -> None:
-    """End them all, engines first."""
-    stopping = [w.actor.stop.remote() for w in workers if w.info is not None]
-    if stopping:
-        await asyncio.to_thread(ray.wait, stopping, num_returns=len(stopping), timeout=STOP_S)
+async def end(workers: Sequence[WorkerHandle], told: Callable[[LaneReport | None], None]) -> None:
+    """End them all, engines first. Args: told: as of loads."""
+
+    async def stop(worker: WorkerHandle) -> None:
+        with suppress(EvenkeelError, ray.exceptions.RayError):
+            told(await wait_for(worker.actor.stop.remote(), f"end of rollout worker {worker.name}", deadline_s=STOP_S))
+
+    await asyncio.gather(*(stop(worker) for worker in workers if worker.info is not None))
     kill(*(worker.actor for worker in workers))
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ray
 from ray.exceptions import RayTaskError
 
-from evenkeel.actors.carriers import ActorInfo, ExportPlan, WaitNotice, WeightChecksums, WeightSnapshot
+from evenkeel.actors.carriers import ActorInfo, ExportPlan, LaneReport, WaitNotice, WeightChecksums, WeightSnapshot
 from evenkeel.actors.cluster.placement import RankPlaces
 from evenkeel.actors.groups.tokens import checksums_of, disregard
 from evenkeel.actors.processes.part_heartbeat import sequential_actor
@@ -65,6 +65,8 @@ class LearnerGroup:
         self._collective = CollectiveCaller({f"rank {number}": rank for number, rank in enumerate(ranks)})
         self._version = version
         self.start_took_s = 0.0
+        self.told: Callable[[LaneReport], None] = lambda _: None
+        """Takes what each rank has done, with its answer to a step."""
         self._is_pipelined = False
 
     @classmethod
@@ -131,10 +133,10 @@ class LearnerGroup:
         lost = await lost_if_late(reading)
         return {group: why for of_rank in lost for group, why in sorted(of_rank.items())}
 
-    async def step(self, corrected: Any, correction: CorrectionConfig, *, step: int) -> StepResult:
+    async def step(self, corrected: Any, correction: CorrectionConfig, *, step: int, rate_scale: float = 1.0) -> StepResult:
         """Train on a batch; the version grows by one.
 
-        Args: corrected: reference to a CorrectedBatch.
+        Args: corrected: reference to a CorrectedBatch; rate_scale: factor on the learning rate of its optimizer steps.
         Returns: the result with a reference to its values.
         Raises: StepAborted after `abort`, and an error of which `argument_gone` is true if the batch is gone before a rank has begun with
             it; the version is as it was.
@@ -142,12 +144,15 @@ class LearnerGroup:
         self._version += 1
         what = f"learner step {step}"
         try:
-            (result, values), *_ = await self._ask("step", corrected, correction, step, what=what, results=2)
+            answers = await self._ask("step", corrected, correction, step, rate_scale, what=what, results=2)
         except (StepAborted, RayTaskError) as error:
             if isinstance(error, StepAborted) or argument_gone(error):
                 self._version -= 1
             raise
-        whole: StepResult = replace(result, values=values)
+        for answer, _ in answers:
+            self.told(answer.told)
+        (first, values), *_ = answers
+        whole: StepResult = replace(first.result, values=values)
         return whole
 
     async def abort(self) -> None:
@@ -179,9 +184,13 @@ class LearnerGroup:
         """Every rank keeps a copy of its weights, which are those of `version`, and frees copies older than `oldest`."""
         await self._ask("keep_weights", version, oldest, what=f"copy of the weights v{version} to keep")
 
-    async def at_sampling(self, batch: Any, *, version: int, oldest: int) -> Any:
+    async def forget_weights(self, *, before: int) -> None:
+        """Every rank frees its copies of weights older than `before`."""
+        await self._ask("forget_weights", before, what=f"freeing kept weights before v{before}")
+
+    async def at_sampling(self, batch: Any, *, version: int, oldest: int, with_now: bool) -> Any:
         """Reference to SplitLogprobs. Arguments as of `proximal`; copies of weights older than `oldest` are freed."""
-        return await self._found("at_sampling", batch, version, oldest, what=f"logprobs at the weights that sampled, v{version}")
+        return await self._found("at_sampling", batch, version, oldest, with_now, what=f"logprobs at the weights that sampled, v{version}")
 
     async def export(self, plan: ExportPlan, *, deadline_s: float | None = None) -> WeightSnapshot:
         """Gather the present weights and store or broadcast them as the plan says, in one pass."""

@@ -7,19 +7,21 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psutil
 import ray
 
-from evenkeel.actors.carriers import ActorInfo, ExportPlan, WeightChecksums, WeightSnapshot
+from evenkeel.actors.carriers import ActorInfo, ExportPlan, RankStep, WeightChecksums, WeightSnapshot
 from evenkeel.actors.cluster.hub import model_folder
 from evenkeel.actors.groups.tokens import read_now
 from evenkeel.actors.metrics.exporter import MetricsEndpoint, listen_address, node_address
+from evenkeel.actors.processes.lane import Lane
 from evenkeel.actors.processes.part_heartbeat import OUT_OF_TURN, SequentialHeartbeatActor
 from evenkeel.actors.ranks.collective_calls import NumberedRank, collective, names_failures
 from evenkeel.actors.settings.devices import check_received
@@ -39,13 +41,29 @@ if TYPE_CHECKING:  # torch and Megatron are imported when the rank starts
     from evenkeel.correction.wide import WidePlace
     from evenkeel.engines.agreement import Processor
     from evenkeel.engines.weights import WeightBucket
-    from evenkeel.learner.results import Proximal, StepResult, StepValues
+    from evenkeel.learner.results import Proximal, StepValues
     from evenkeel.learner.weights.broadcast import WeightBroadcaster
     from evenkeel.learner.weights.export import Staging
 
 
 ABORTABLE = frozenset({"step", "proximal", "reference_logprobs", "at_sampling"})
 """Collective calls that can end before one of their micro-batches."""
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def _as_span(what: str) -> Callable[[M], M]:
+    """Decorates a rank's method: each run of it is a span of this name, with the method for its `why`."""
+
+    def decorated(method: M) -> M:
+        @wraps(method)
+        def call(rank: LearnerRankActor, *arguments: Any, **named: Any) -> Any:
+            with rank.lane.span(what, version=rank.version, why=method.__name__):
+                return method(rank, *arguments, **named)
+
+        return cast(M, call)
+
+    return decorated
 
 
 class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
@@ -56,6 +74,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
     def __init__(self, config: LearnerConfig, rank: int, *, bind: str) -> None:
         super().__init__(f"learner rank {rank}")
+        self.lane = Lane(f"rank-{rank}", waits_for="the driver's next call")
         register_stack_dump()
         self._config, self._rank, self._bind = config, rank, bind
         self._version = 0
@@ -69,6 +88,11 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         self._processor: Processor | None = None
         # Wide fields of the batch that comes next, by reference.
         self._read: dict[Any, Any] = {}
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        return self._version
 
     @ray.method(concurrency_group=OUT_OF_TURN)
     def address(self) -> tuple[str, int]:
@@ -85,6 +109,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         return host, self._reserved.getsockname()[1]
 
     @names_failures
+    @_as_span("start")
     def start(self, world_size: int, master: tuple[str, int], model: Path, version: int) -> ActorInfo:
         """Join the group and load the weights."""
         with gc_paused():
@@ -113,6 +138,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         )
 
     @names_failures
+    @_as_span("fetch")
     def fetch(
         self, batch: PackedBatch | CorrectedBatch, correction: CorrectionConfig | None, step: int, limit_s: float, *, everything: bool
     ) -> dict[int, str]:
@@ -144,23 +170,27 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
 
     @collective
     def step(
-        self, number: int, corrected: CorrectedBatch, correction: CorrectionConfig, step: int
-    ) -> tuple[StepResult | None, StepValues | None]:
+        self, number: int, corrected: CorrectedBatch, correction: CorrectionConfig, step: int, rate_scale: float
+    ) -> tuple[RankStep, StepValues | None]:
         """Train on a batch; the weight version grows by one, also when the guard skipped the update.
 
-        Returns: the result without per-token values, and those values, which stay in the object store until they are fetched.
+        Returns: the result without per-token values, with what the rank has done since the last step; and those values, which stay in the
+        object store until they are fetched.
         """
         self._in_order(number, f"step {step}")
         began = time.monotonic()
-        with self._learner.abort.during(number):
-            result = self._learner.step(corrected.holding(self._read) if self._read else corrected, correction, step=step)
+        with self.lane.span("step", version=self._version), self._learner.abort.during(number):
+            batch = corrected.holding(self._read) if self._read else corrected
+            result = self._learner.step(batch, correction, step=step, rate_scale=rate_scale)
         self._read = {}
         self._version += 1
         self._endpoint.set("time/train_s", time.monotonic() - began)
         self._endpoint.set("weight_version", self._version)
-        return (replace(result, values=None), result.values) if self._rank == 0 else (None, None)
+        told = self.lane.report()
+        return (RankStep(replace(result, values=None), told), result.values) if self._rank == 0 else (RankStep(None, told), None)
 
     @collective
+    @_as_span("forward")
     def proximal(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Proximal | None]:
         """Proximal logprobs at the weights of `version`. Two results: None, which the group waits for, and rank 0's answer, which stays in
         the object store."""
@@ -187,34 +217,46 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         return tuple(places[i] for i in range(len(places)))
 
     @collective
+    @_as_span("start")
     def load_reference(self, number: int, model: Path) -> None:
         self._in_order(number, "load of the reference policy")
         self._learner.load_reference(model_folder(model))
 
     @collective
+    @_as_span("forward")
     def reference_logprobs(self, number: int, batch: PackedBatch, version: int) -> tuple[None, Tensor | None]:
         """As `proximal`."""
         self._begin(number, "reference logprobs", version)
         with self._learner.abort.during(number):
-            result = self._learner.reference_logprobs(batch)
+            result = self._learner.reference_logprobs(batch.holding(self._read) if self._read else batch)
         return None, result if self._rank == 0 else None
 
     @collective
+    @_as_span("copy")
     def keep_weights(self, number: int, version: int, oldest: int) -> None:
         """Copy the weights of `version` for `at_sampling`."""
         self._begin(number, "copy of the weights to keep", version)
         self._kept.keep(version, oldest=oldest)
 
     @collective
-    def at_sampling(self, number: int, batch: PackedBatch, version: int, oldest: int) -> tuple[None, SplitLogprobs | None]:
-        """As `proximal`: logprobs at the weights that sampled each token, as KeptWeights.at_sampling, and at the present ones."""
+    def forget_weights(self, number: int, before: int) -> None:
+        """Free the copies of `keep_weights` that are older than `before`."""
+        self._in_order(number, "freeing kept weights")
+        self._kept.forget(before=before)
+
+    @collective
+    @_as_span("forward")
+    def at_sampling(self, number: int, batch: PackedBatch, version: int, oldest: int, with_now: bool) -> tuple[None, SplitLogprobs | None]:
+        """As `proximal`: logprobs at the weights that sampled each token, as KeptWeights.at_sampling, and at the present ones if asked."""
         self._begin(number, "logprobs at the weights that sampled", version)
         batch = batch.holding(self._read) if self._read else batch
         with self._learner.abort.during(number):
-            found = SplitLogprobs(self._kept.at_sampling(batch, oldest=oldest), now=self._learner.logprobs(batch))
+            now = self._learner.logprobs(batch) if with_now else None
+            found = SplitLogprobs(self._kept.at_sampling(batch, oldest=oldest), now)
         return None, found if self._rank == 0 else None
 
     @collective
+    @_as_span("publish")
     def export(self, number: int, version: int, plan: ExportPlan) -> WeightSnapshot | None:
         """One pass over the weights of `version`: every rank takes part in gathering, rank 0 alone copies, sends and answers.
 
@@ -290,6 +332,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         return [float(value) for value in self._learner.logprobs(batch)[1:]]
 
     @collective
+    @_as_span("save")
     def begin_save(self, number: int, folder: Path, hf_folder: Path) -> None:
         self._in_order(number, "copy for a checkpoint")
         self._learner.begin_save(folder, hf_folder)
@@ -306,6 +349,7 @@ class LearnerRankActor(NumberedRank, SequentialHeartbeatActor):
         return self._learner.checkpoint_bytes()
 
     @collective
+    @_as_span("restore")
     def restore(self, number: int, folder: Path, version: int) -> None:
         self._go_on_from(number)  # earlier calls may be lost with the owner of their arguments
         self._version = version

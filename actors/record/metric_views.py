@@ -1,4 +1,5 @@
-"""Views of a step's metrics besides the run folder's metrics.jsonl: TensorBoard, and Weights & Biases for those who ask for it.
+"""Views of a step's metrics besides the run folder's metrics.jsonl, those that metrics.views names: TensorBoard, trackers such as Weights &
+Biases and MLflow, and the user's own.
 
 Prometheus has a file of its own (exporter.py), since every actor serves it; the terminal and the report read the same numbers.
 """
@@ -8,30 +9,40 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from evenkeel.actors.json_lines import append_whole, last_step
 from evenkeel.actors.metrics.catalogue import Kind
 from evenkeel.actors.metrics.step_metrics import StepMetrics, lookup
 from evenkeel.actors.record.disk_writer import FileThread
-from evenkeel.actors.record.run_folder import WANDB_ID
+from evenkeel.actors.record.run_folder import TRACKER_ID
 from evenkeel.correction.errors import ConfigError, counted
+from evenkeel.rollout.limited_processes.child import LoadError, import_named
 
 if TYPE_CHECKING:
     from evenkeel.actors.config import MetricsConfig
     from evenkeel.actors.record.run_folder import RunFolder
 
-# Most steps that wait for Weights & Biases; with more it counts as gone.
+# Most steps that wait for a tracker; with more it counts as gone.
 _MOST_STEPS = 1000
-# Longest wait for the start of Weights & Biases, which itself gives up after 90 s.
+# Longest wait for a tracker's start; Weights & Biases itself gives up after 90 s.
 _START_S = 180.0
 CLOSE_S = 20.0
+TENSORBOARD = "tensorboard"
+# What a run is filed under unless a tracker's own variables say otherwise.
+_PROJECT = "evenkeel"
+# Of MLflow: characters that it takes in no name of a metric, characters of a parameter, and parameters of a call.
+_NO_MLFLOW, _MLFLOW_PARAM, _MLFLOW_PARAMS = re.compile(r"[^\w./ :-]"), 6000, 100
 _EVENTS = "events.out.tfevents."
 # Event files of a process are read in the order of their names, and two may begin within a second.
 _NUMBERS = itertools.count()
@@ -106,56 +117,149 @@ def _records(events: Sequence[Any]) -> bytes:
     return content.getvalue()
 
 
-def wandb_for(project: str) -> Any:
-    """The package wandb. Raises: ConfigError if it is not installed."""
-    try:
+@dataclass(frozen=True)
+class ShownRun:
+    """What a tracker is told of the run that it shows. Where it sends numbers, and by which key, it reads in its own environment variables:
+    neither a recipe nor the run's folder has them."""
+
+    name: str
+    """Of the run's folder."""
+    folder: Path
+    config: Mapping[str, Any]
+    """config.yaml, without the values of ray.env, which may be keys."""
+    id: str
+    """16 hexadecimal digits, the same after a resume: names are not unique, and may have characters that an id must not."""
+
+
+class Tracker(Protocol):
+    """What a function that metrics.views names returns. It is called in a thread of its own; its first error is reported, and the end of
+    its calls."""
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> object:
+        """Take a step's finite numbers, by name of docs/metrics.md, or an evaluation's, which may come after those of later steps. After
+        a return to a checkpoint steps come again."""
+
+    def close(self) -> object:
+        """The run has ended, or stops here to be resumed."""
+
+
+class _Wandb:
+    """Its variables say whose and which project it is (WANDB_ENTITY, WANDB_PROJECT), by which key, and whether offline (WANDB_MODE)."""
+
+    def __init__(self, run: ShownRun) -> None:
         import wandb
-    except ImportError as error:
+
+        project = os.environ.get("WANDB_PROJECT", _PROJECT)
+        self._run = wandb.init(project=project, name=run.name, dir=str(run.folder), config=dict(run.config), resume="allow", id=run.id)
+        self.close = self._run.finish
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **numbers})  # a value like others: it refuses steps that go back, as an evaluation's may
+
+
+class _Mlflow:
+    """Its variables say where (MLFLOW_TRACKING_URI; without it mlflow.db in the run's folder) and which experiment it is
+    (MLFLOW_EXPERIMENT_NAME)."""
+
+    def __init__(self, run: ShownRun) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder / 'mlflow.db'}")
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+        before = self._client.search_runs([experiment], f"tags.evenkeel_run = '{run.id}'", max_results=1)
+        if before:
+            self._id = before[0].info.run_id
+            self._client.update_run(self._id, "RUNNING")
+            return
+        self._id = self._client.create_run(experiment, run_name=run.name, tags={"evenkeel_run": run.id}).info.run_id
+        settings = iter([Param(key, str(value)[:_MLFLOW_PARAM]) for key, value in _settings(run.config)])
+        while some := list(islice(settings, _MLFLOW_PARAMS)):
+            self._client.log_batch(self._id, params=some)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        self._client.log_batch(self._id, metrics=[Metric(_NO_MLFLOW.sub("_", name), value, now, step) for name, value in numbers.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by their whole keys."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+_TRACKERS: Mapping[str, tuple[str, Callable[[ShownRun], Tracker]]] = {"wandb": ("Weights & Biases", _Wandb), "mlflow": ("MLflow", _Mlflow)}
+
+
+def check_views(views: Sequence[str]) -> None:
+    """Raises: ConfigError if a package is not installed, or a function of the user's can't be imported."""
+    for view in views:
+        if view != TENSORBOARD:
+            _opener(view)
+
+
+def _opener(view: str) -> tuple[str, Callable[[ShownRun], Tracker]]:
+    """What a tracker is called, and what begins it. Raises: ConfigError."""
+    if view not in _TRACKERS:
+        try:
+            return view, import_named("metrics.views", view, None, "a function")
+        except LoadError as error:
+            raise ConfigError(str(error)) from error
+    if find_spec(view) is None:  # it is imported where it is used: that takes a second
         raise ConfigError(
-            f"metrics.wandb_project = {project!r}: the package wandb is not installed. "
-            f"Install it with `pip install 'evenkeel[wandb]'`, or leave metrics.wandb_project empty."
-        ) from error
-    return wandb
+            f"metrics.views has {view}: its package is not installed. Install it with `pip install 'evenkeel[{view}]'`, or leave it out"
+        )
+    return _TRACKERS[view]
 
 
-class WandbView:
-    """Weights & Biases, off by default; the package is imported here only, and only when `metrics.wandb_project` is set.
+class TrackerView:
+    """A tracker, by a thread of its own: a call that fails or never comes back keeps neither a run's start, nor its lines, nor its end."""
 
-    Its calls run in a thread of their own: one that fails or never comes back keeps neither the run's start, nor its lines, nor its end.
-    """
-
-    def __init__(self, *, project: str, name: str, folder: Path, config: Mapping[str, Any], notify: Callable[[str], object]) -> None:
+    def __init__(self, name: str, begin: Callable[[], Tracker], notify: Callable[[str], object]) -> None:
         """
         Args:
-            folder: of the run, which keeps its id: names are not unique, and may have characters that an id must not.
+            name: for messages.
             notify: called, once, when it takes no steps any more.
-        Raises: ConfigError if the package is not installed; OSError.
         """
-        wandb, run_id = wandb_for(project), _kept_id(folder / WANDB_ID)
-        self._notify, self._is_open, self._lock = notify, True, threading.Lock()
-        self._thread = FileThread("Weights & Biases")
-        self._run: Any = None
+        self._name, self._notify, self._is_open, self._lock = name, notify, True, threading.Lock()
+        self._thread = FileThread(name)
+        self._tracker: Tracker | None = None
         self._began = time.monotonic()
 
-        def begin() -> None:
-            self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(config), resume="allow", id=run_id)
+        def first() -> None:
+            self._tracker = begin()
 
-        self._thread.do(partial(self._try, begin))
+        self._thread.do(partial(self._try, first))
 
     def write(self, metrics: StepMetrics) -> None:
-        """Hand a step over. The first error, of whatever kind, is reported and is the end of this view, as are too many steps that wait: a
-        service that shows a run must not end it."""
+        """Hand a step over. The first error, of whatever kind, is reported and is the end of this view, as are too many steps that wait:
+        what shows a run must not end it."""
         if self._thread.waiting >= _MOST_STEPS:
             self._give_up(f"{_MOST_STEPS} of them wait for it")
-        if self._run is None and time.monotonic() - self._began > _START_S:
+        if self._tracker is None and time.monotonic() - self._began > _START_S:
             self._give_up(f"its start is not done in {_START_S:.0f} s")
         if self._is_open:
-            # An evaluation may arrive after later steps; W&B refuses steps that go back, so the step is a value like others.
-            self._thread.do(partial(self._try, lambda: self._run.log(dict(metrics.finite()))))
+            numbers = {name: value for name, value in metrics.finite().items() if name != "step"}
+            self._thread.do(partial(self._try, lambda: self._begun.write(metrics.step, numbers)))
+
+    @property
+    def _begun(self) -> Tracker:
+        assert self._tracker is not None, "the thread's first job, without which this view has been given up"
+        return self._tracker
 
     def close(self, *, within_s: float | None = None) -> None:
-        """Args: within_s: for what waits, and for the package's own end; None: CLOSE_S."""
-        self._thread.do(partial(self._try, lambda: self._run.finish()))
+        """Args: within_s: for what waits, and for the tracker's own end; None: CLOSE_S."""
+        self._thread.do(partial(self._try, lambda: self._begun.close()))
         if self._thread.end(within_s=CLOSE_S if within_s is None else within_s):
             return
         steps = self._thread.waiting - 2  # besides its own end, and the thread's
@@ -164,7 +268,7 @@ class WandbView:
 
     @property
     def hangs(self) -> bool:
-        """Whether, after `close`, a call of the package's has not come back."""
+        """Whether, after `close`, a call of the tracker's has not come back."""
         return self._thread.is_under_way
 
     def _try(self, call: Callable[[], object]) -> None:
@@ -178,7 +282,7 @@ class WandbView:
         with self._lock:
             is_first, self._is_open = self._is_open, False
         if is_first:
-            self._notify(f"Weights & Biases gets no more steps of this run; all of them are in its folder: {why}")
+            self._notify(f"{self._name} gets no more steps of this run; all of them are in its folder: {why}")
 
 
 def _kept_id(path: Path) -> str:
@@ -190,26 +294,31 @@ def _kept_id(path: Path) -> str:
     return kept
 
 
-View = TensorBoardView | WandbView
+View = TensorBoardView | TrackerView
 
 
 def open_views(folder: RunFolder, config: MetricsConfig, notify: Callable[[str], object]) -> list[View]:
     """The views of a run, by its settings; steps and evaluations go to all of them.
 
     Args: notify: called, in whatever thread, when one of them is dropped.
-    Raises: ConfigError if Weights & Biases is asked for and not installed.
+    Raises: ConfigError as check_views; OSError.
     """
-    # Of a resumed run: its lines have been taken back to the checkpoint that it goes on from.
-    last = last_step(folder.metrics_path) or None
-    views: list[View] = [TensorBoardView(folder.tensorboard_path, resumed_from=last)]
-    if config.wandb_project:
+    trackers = [_opener(view) for view in config.views if view != TENSORBOARD]
+    views: list[View] = []
+    if TENSORBOARD in config.views:
+        # Of a resumed run: its lines have been taken back to the checkpoint that it goes on from.
+        views.append(TensorBoardView(folder.tensorboard_path, resumed_from=last_step(folder.metrics_path) or None))
+    if trackers:
         of_run = folder.read_config()
-        views.append(WandbView(project=config.wandb_project, name=folder.path.name, folder=folder.path, config=of_run, notify=notify))
+        if environment := of_run.get("ray", {}).get("env"):
+            of_run["ray"]["env"] = sorted(environment)
+        shown = ShownRun(folder.path.name, folder.path, of_run, _kept_id(folder.path / TRACKER_ID))
+        views += [TrackerView(name, partial(begin, shown), notify) for name, begin in trackers]
     return views
 
 
 def views_from_an_earlier_step(views: Sequence[View], folder: RunFolder, step: int) -> list[View]:
-    """The views for a run that has gone back to the checkpoint of this step. TensorBoard hides later steps by a new file; W&B draws the
-    steps once more. No file is read, because an event loop waits for this."""
+    """The views for a run that has gone back to the checkpoint of this step. TensorBoard hides later steps by a new file; trackers get
+    the steps once more. No file is read, because an event loop waits for this."""
     later = partial(TensorBoardView, folder.tensorboard_path, resumed_from=step)
     return [later(after=view.began) if isinstance(view, TensorBoardView) else view for view in views]

@@ -23,7 +23,9 @@ from evenkeel.actors.carriers import (
     ActorInfo,
     DiscardedGroup,
     EventLevel,
+    LaneReport,
     Observation,
+    PoolFailure,
     PreparedBatch,
     ScalingDecision,
     ScatterSample,
@@ -31,14 +33,16 @@ from evenkeel.actors.carriers import (
     WaitNotice,
 )
 from evenkeel.actors.config import RunConfig
-from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.metrics.catalogue import CATALOGUE, COUNTERS
 from evenkeel.actors.metrics.exporter import DriverEndpoint
 from evenkeel.actors.metrics.held_out import Evaluation, cut_remark
 from evenkeel.actors.metrics.step_metrics import DISCARD_COUNTERS, StepMetrics, shown
+from evenkeel.actors.processes.lane import worker_lane
 from evenkeel.actors.processes.pacing import LoopClock
 from evenkeel.actors.processes.supervision import abandon, unless_set, wait_for
 from evenkeel.actors.record.disk_waits import wait_for_disk
 from evenkeel.actors.record.disk_writer import DiskWriter
+from evenkeel.actors.record.kept_tokens import group_rows, held_out_tokens
 from evenkeel.actors.record.metric_views import open_views, views_from_an_earlier_step
 from evenkeel.actors.record.run_folder import LEVEL_OF_STATE, SLOWEST_FILE, EventKind, RunEvent, RunFolder, SlowPrompt
 from evenkeel.actors.record.skipped_batches import keep_and_describe
@@ -56,6 +60,7 @@ from evenkeel.actors.record.step_numbers import (
     worker_metrics,
 )
 from evenkeel.actors.record.terminal import TerminalView
+from evenkeel.actors.record.timeline import Timeline
 from evenkeel.actors.settings.deadlines import flush_s
 from evenkeel.actors.settings.probe_limits import ProbeLimits
 from evenkeel.correction.early_warning.monitor import Event, State
@@ -110,6 +115,7 @@ class Recorder:
         self._endpoint = DriverEndpoint()
         self.disk = DiskWriter(partial(self.event, "warning"))
         """Made and ended here; the driver's ledger writes by it, too."""
+        self._timeline = Timeline(partial(self.disk.file, folder.append_spans))
 
         # For the whole run.
         self._totals = dict(totals or {})  # by name of the catalogue
@@ -138,16 +144,24 @@ class Recorder:
         """Open the run's endpoint and the service discovery; needs a running Ray."""
         self._clock.start()
         url = self._endpoint.serve(self._config.metrics.bind, self._config.metrics.discovery_port)
+        self._endpoint.publish(dict.fromkeys(COUNTERS, 0.0) | self._totals)
         self.event("info", f"Prometheus service discovery at {url}")
 
     def joined(self, info: ActorInfo) -> None:
         self._endpoint.joined(info)
+        self._show_workers()
         self.event("info", f"{info.role} {info.name} is up (process {info.pid}{info.detail and f', {info.detail}'})")
 
     def left(self, worker: str) -> None:
         """A rollout worker is gone."""
         self._endpoint.left(worker)
+        self._timeline.forget(worker_lane(worker))
         (self._loads or {}).pop(worker, None)
+        self._show_workers()
+
+    def _show_workers(self) -> None:
+        """At the endpoint at once: with too few of them the end of a step, which brings the other numbers, may be far."""
+        self._endpoint.publish({"pool/workers": len(self._endpoint.workers)})
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -202,6 +216,12 @@ class Recorder:
 
     def receipt(self, receipt: SyncReceipt) -> None:
         self._receipts.append(receipt)
+        self.did(receipt.load.told if receipt.load is not None else None)
+
+    def did(self, report: LaneReport | None) -> None:
+        """Called with what a process has done, in the moment in which its answer comes; None: it has told nothing."""
+        if report is not None:
+            self._timeline.take(report)
 
     def probed(self, target: SyncTarget, version: int, differences: Sequence[float]) -> None:
         """The probe prompt's logprobs of an engine differ by so much from the learner's at the same weights, token by token."""
@@ -211,6 +231,10 @@ class Recorder:
     def dirty(self, target: SyncTarget, reason: str) -> None:
         self._count("sync/failures_total")
         self.event("warning", f"rollout worker {target.name} gets no work until a full weight sync has succeeded: {reason}")
+
+    def failed(self, kind: PoolFailure) -> None:
+        """Something has failed in the pool, which goes on."""
+        self._count(f"pool/failures_total/{kind}")
 
     def replaced_service(self) -> None:
         self._count("service/replaced_total")
@@ -229,8 +253,8 @@ class Recorder:
         self._versions = versions
         self.note({"pool/workers": workers, "pool/current_workers": current, "pool/target_workers": target})
 
-    def saved(self, path: Path, seconds: float) -> None:
-        self._extra["time/checkpoint_s"] = seconds
+    def saved(self, path: Path, step: int, seconds: float) -> None:
+        self.note({"time/checkpoint_s": seconds, "checkpoint/last_step": step, "checkpoint/last_time_s": time.time()})
         self.event("info", f"checkpoint {path} in {shown(self._extra, 'time/checkpoint_s')}", EventKind.SAVED)
 
     def evaluated(self, result: Evaluation, prompts: Sequence[Prompt]) -> None:
@@ -239,6 +263,8 @@ class Recorder:
         self._publish(metrics)
         self._view.evaluation(metrics)
         self.disk.file(self._folder.write_trajectories, result.step, result.text(prompts), "held_out")
+        if self._config.metrics.trajectories_per_step:
+            self.disk.file(self._folder.write_tokens, result.step, lambda path: held_out_tokens(result, prompts).save(path), "held_out")
         self.keep_event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {shown(metrics, 'held_out/seconds')}")
         if (cut := cut_remark(result.trajectories, self._config.rollout.sampling.max_tokens)) is not None:
             self.event("warning", f"held-out questions after {result.step} steps: {cut}")
@@ -295,7 +321,7 @@ class Recorder:
             self._count("steps/overflowed_total", result.overflowed_steps)
         self._totals |= {f"groups/{name}_total": counts[name] for name in ("admitted", "trained", "discarded")}
         outstanding = counts["in_flight"] + counts["finished"] + counts["drawn"]
-        metrics.update({"queue/groups": counts["finished"], "queue/outstanding": outstanding})
+        metrics.update({"groups/finished": counts["finished"], "groups/outstanding": outstanding})
         metrics.update(self._extra | {"time/driver_late_s": self._clock.read()})
         metrics.update({name: total for name, total in self._totals.items() if not name.startswith("monitor/")})
         metrics.update(sync_metrics(self._receipts, differences) | worker_metrics(self._finished, self._versions))
@@ -306,6 +332,7 @@ class Recorder:
     async def flush(self) -> None:
         """Wait until all ended steps are written (a cancelled wait stops no writing). Raises: DeadlineExceeded if one never is."""
         self._begin_line()
+        self._timeline.flush()
         deadlines = self._config.deadlines
         if self._writing is not None:
             wait, limit_s = asyncio.shield(self._writing), flush_s(deadlines.step_s)
@@ -347,7 +374,7 @@ class Recorder:
         if previous is not None:
             await previous
         await self._tell_skipped(number, batch, result)
-        metrics.update(self._bounded(batch_metrics(batch, correct_at=self._config.evaluation.correct_at)))
+        metrics.update(self._bounded(batch_metrics(batch, correct_at=self._config.correct_at)))
         metrics.update(learner_metrics(result) | learner_share(step.phases, batch.tokens, metrics["time/step_s"]))
         self.disk.line(number, self._folder.append_answer_lengths, number, first_lengths(batch.groups))
         if self._config.metrics.trajectories_per_step:
@@ -356,7 +383,7 @@ class Recorder:
         metrics.update(rollout_metrics(step.groups, loads, self._loads, metrics["time/step_s"]))
         are_up = self._endpoint.workers  # some may have left
         self._loads = {name: load for name, load in ((self._loads or {}) | loads).items() if name in are_up}
-        await self._take_observation(metrics, observed)
+        await self._take_observation(metrics, observed, batch)
         metrics.update({name: value for name, value in undiagnosed(result).items() if name not in metrics})
         metrics.update({name: total for name, total in self._totals.items() if name.startswith("monitor/")})
         metrics.update({"files/failures_total": self.disk.failures} if self.disk.failures else {})
@@ -376,7 +403,7 @@ class Recorder:
             said = await unless_set(self._no_waiting, keep_and_describe(self._folder.keep_skipped_batch, step, batch, result))
             self.event("warning", said or f"step {step}: updates left out; its batch is not kept any more")
 
-    async def _take_observation(self, metrics: StepMetrics, observed: Awaitable[Observation | None]) -> None:
+    async def _take_observation(self, metrics: StepMetrics, observed: Awaitable[Observation | None], batch: PreparedBatch) -> None:
         """Add the diagnostics, once they are there, and say what the monitor has seen."""
         step = metrics.step
         try:
@@ -388,9 +415,14 @@ class Recorder:
         if found is None:
             self._count("monitor/left_out_total")
             return
+        self.did(found.told)
+        if found.info is not None:  # again and again: one that was replaced has another port
+            self._endpoint.joined(found.info)
         metrics.update(diagnostic_metrics(found.diagnostics))
         metrics.update({"time/diagnose_s": found.seconds, "time/service_late_s": found.late_s, "monitor/level": found.state.rank})
         self.disk.line(step, self._folder.append_clipped_tokens, step, found.clipped)
+        if (tokens := found.tokens) is not None:
+            self.disk.file(self._folder.write_tokens, step, lambda path: tokens.save(path, group_rows(batch.groups)))
         for event in found.events:
             self._warned(event)
 
@@ -438,6 +470,7 @@ class Recorder:
             self.event("warning", f"after the last step: {line}")
         self._clock.stop()
         self._endpoint.close()
+        self._timeline.flush()
         if lost := self.disk.close(within_s=within_s, last=self._close_views):
             self._view.event("warning", lost)
 

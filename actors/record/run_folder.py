@@ -6,11 +6,13 @@
     monitor.jsonl                   one line an event of the early warning: step, name (the symptom), state, value, growth, message
     clipped_tokens.jsonl            one line a step that clipped any: [token id, how often] of the most frequent ones, by advantage
     answer_lengths.jsonl            one line a step: tokens of one answer of each trained group
+    timeline.jsonl                  one line a span: what each process did when (timeline.py); bounded
     ledger.jsonl                    one line a prompt that has left the book (actors/groups/ledger.py)
     rewound.jsonl                   lines of the .jsonl files before the ledger that a resume took back (nothing of them is deleted)
     events.log                      what happened: time, level, [what it says of the run's end], text (RunEvent)
-    tensorboard/                    event files                          wandb_id, wandb/     with metrics.wandb_project
+    tensorboard/                    event files                          tracker_id, wandb/, mlflow.db    with such metrics.views
     trajectories/step_000010.txt    samples as text                      trajectories/held_out_000010.txt
+    tokens/step_000010.npz          trajectories token by token (TokenSample)    tokens/held_out_000010.npz
     slowest.json                    the prompts whose rewards took longest (SlowPrompt)
     stacks/                         where each process stood when a wait was half over (stack_collector.py)
     skipped_batches/                batches whose loss or gradient was not finite: a few (skipped_batches.py)
@@ -54,6 +56,7 @@ from evenkeel.actors.json_lines import JsonLines, append_whole, step_of
 from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.processes.output import put
 from evenkeel.actors.record.skipped_batches import KEPT, SkippedBatch
+from evenkeel.actors.record.timeline import LaneSpan, append_spans, read_timeline
 from evenkeel.correction.early_warning.monitor import Event, State
 from evenkeel.correction.errors import ConfigError, DataError, require_utf8
 from evenkeel.learner.weights.file_sums import flush_to_disk, seal
@@ -61,15 +64,17 @@ from evenkeel.learner.weights.file_sums import flush_to_disk, seal
 SampleKind = Literal["step", "held_out"]
 """What samples are of, a training batch or an evaluation: their files' names begin so."""
 KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
+KEPT_TOKENS = 200  # steps whose samples are all kept token by token
 SLOWEST_FILE = "slowest.json"
-CHECKPOINT_FORMAT = 5
+CHECKPOINT_FORMAT = 6
 """Stands in a checkpoint's manifest; another one is refused."""
 # Errors of reading a damaged YAML file. A scalar or a list makes no dict; PyYAML raises several for a tag that doesn't fit.
 _NO_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 FOLDERS = ("tensorboard", "trajectories", "checkpoints")
-WANDB_ID = "wandb_id"
+TRACKER_ID = "tracker_id"
 # What a run writes before its first evaluation, step or checkpoint.
-_BEFORE_NUMBERS = {*FOLDERS, "model", "recipe.yaml", "config.yaml", "events.log", "ledger.jsonl", "wandb", WANDB_ID}
+_BEFORE_NUMBERS = {*FOLDERS, "model", "recipe.yaml", "config.yaml", "events.log", "ledger.jsonl", "timeline.jsonl"}
+_BEFORE_NUMBERS |= {"wandb", "mlflow.db", TRACKER_ID}
 # A file that was being written, see write_file.
 _PARTIAL = re.compile(r"\.\d+\.")
 # How long an owner waits for the folder's lock: whoever only looks whether the folder is in use holds it for an instant.
@@ -193,7 +198,7 @@ class RunFolder:
         self.path = path
         self.metrics_path, self.evaluations_path = path / "metrics.jsonl", path / "evaluations.jsonl"
         self.events_path, self.monitor_path, self._clipped_path = path / "events.log", path / "monitor.jsonl", path / "clipped_tokens.jsonl"
-        self._lengths_path = path / "answer_lengths.jsonl"
+        self._lengths_path, self.timeline_path = path / "answer_lengths.jsonl", path / "timeline.jsonl"
         self.recipe_path = path / "recipe.yaml"
         self.tensorboard_path, self.model_path = path / "tensorboard", path / "model"
         self.scatter_path, self.report_path = path / "scatter.npz", path / "report.html"
@@ -244,7 +249,7 @@ class RunFolder:
         """
         folder = cls.view(path)
         folder._lock = own(folder.path)
-        for lines in folder._lines_by_step:
+        for lines in (*folder._lines_by_step, JsonLines(folder.timeline_path)):
             lines.repair()
         folder.clear_partial_checkpoints()
         return folder
@@ -254,7 +259,7 @@ class RunFolder:
         """The folder for reading, while it runs or afterwards. Raises: ConfigError if it is no run folder."""
         path = Path(path)
         if not (path / "config.yaml").is_file():
-            reason = "has no config.yaml" if path.is_dir() else "doesn't exist"
+            reason = "has no config.yaml" if path.is_dir() else "is a file" if path.exists() else "doesn't exist"
             remedy = "Name one that `evenkeel train` wrote, such as runs/NAME-DATE-TIME"
             above = next((one for one in path.absolute().parents[:3] if (one / "config.yaml").is_file()), None)
             within = sorted(one.parent.name for one in path.glob("*/config.yaml"))
@@ -381,6 +386,14 @@ class RunFolder:
         steps = JsonLines(self._lengths_path).read(lambda line: (step_of(line), [int(tokens) for tokens in line["tokens"]]))
         return [tokens for step, found in steps if step >= first_step for tokens in found]
 
+    def append_spans(self, spans: Sequence[LaneSpan]) -> None:
+        """Add lines to timeline.jsonl, which is bounded."""
+        append_spans(self.timeline_path, spans)
+
+    def read_timeline(self) -> list[LaneSpan]:
+        """What each process did when, as far back as it is kept; a line that is being written is left out."""
+        return read_timeline(self.timeline_path)
+
     def read_slowest(self) -> list[SlowPrompt]:
         """The prompts of slowest.json, slowest first; none of a run that has none, or whose file is damaged."""
         try:
@@ -411,6 +424,20 @@ class RunFolder:
         if (gone := step - KEPT_SAMPLES) % 100:
             (self.path / f"trajectories/{kind}_{gone:06d}.txt").unlink(missing_ok=True)
         return self.write_text(f"trajectories/{kind}_{step:06d}.txt", text)
+
+    def write_tokens(self, step: int, write: Callable[[Path], object], kind: SampleKind = "step") -> Path:
+        """Keep trajectories token by token, of older steps each fiftieth's."""
+        if (gone := step - KEPT_TOKENS) % 50:
+            self.tokens_path(gone, kind).unlink(missing_ok=True)
+        return self.write_file(self.tokens_path(step, kind).relative_to(self.path).as_posix(), write)
+
+    def token_steps(self, kind: SampleKind = "step") -> list[int]:
+        """Steps of which trajectories are kept token by token, in order."""
+        found = (path.stem.removeprefix(f"{kind}_") for path in (self.path / "tokens").glob(f"{kind}_*.npz"))
+        return sorted(int(number) for number in found if number.isascii() and number.isdecimal())
+
+    def tokens_path(self, step: int, kind: SampleKind = "step") -> Path:
+        return self.path / f"tokens/{kind}_{step:06d}.npz"
 
     def keep_skipped_batch(self, batch: SkippedBatch) -> Path | None:
         """Keep a batch that the learner's guard skipped; None if there are KEPT of them. Read it with SkippedBatch.load(path)."""

@@ -6,12 +6,14 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain, compress
 from typing import TYPE_CHECKING
 
 from evenkeel.actors.carriers import Example, PreparedBatch
 from evenkeel.actors.metrics.catalogue import DIAGNOSTIC_PLACES, LOSS_PLACES, SKIPPED, STALENESS_PLACES
 from evenkeel.correction.diagnostics.batch_numbers import kept_numbers, staleness_numbers
 from evenkeel.learner.results import SkipReason
+from evenkeel.rollout.prompt_place import task_of
 from evenkeel.rollout.trajectory import (
     AnswerFacts,
     FailureKind,
@@ -25,6 +27,7 @@ from evenkeel.rollout.trajectory import (
 
 if TYPE_CHECKING:
     from evenkeel.learner.results import StepResult
+    from evenkeel.rollout.tasks.mixture import Mixture
 
 _UNSCORED = ("reward/exceptions_total", "trajectories without a reward")
 FAILED_TRAJECTORIES = {
@@ -37,30 +40,50 @@ FAILED_TRAJECTORIES = {
 _OLDEST = 8
 
 
-def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, float]:
+def batch_metrics(prepared: PreparedBatch, *, correct_at: Mapping[str, float]) -> dict[str, float]:
     """Rewards, lengths, staleness and group outcomes of a batch. If all answers were left out, there is no length or age of a trained one.
 
-    Args: correct_at: reward of a right answer.
+    Args: correct_at: reward of a right answer, by task.
     """
     groups, of_groups = prepared.groups, [group.valid for group in prepared.groups]
     valid = [t for answers in of_groups for t in answers]
-    rewards = [t.reward for t in valid if t.reward is not None]
-    rewards_alike = [answers[0].reward or 0.0 for answers in of_groups if have_one_reward(answers)]
+    tasks = [task_of(group.prompt_id) for group in groups]
+    scored = [[t.reward for t in answers if t.reward is not None] for answers in of_groups]
+    right = [[reward >= correct_at[task] for reward in of_group] for of_group, task in zip(scored, tasks, strict=True)]
+    alike = [are_right[0] for are_right, answers in zip(right, of_groups, strict=True) if have_one_reward(answers)]
+    rewards = list(chain.from_iterable(scored))
     numbers = {
         "reward/mean": statistics.fmean(rewards),
-        "reward/accuracy": sum(reward >= correct_at for reward in rewards) / len(rewards),
+        "reward/accuracy": sum(map(sum, right)) / len(rewards),
         "reward/std": _deviation(rewards),
-        "reward/group_std": statistics.fmean([_deviation([t.reward for t in a if t.reward is not None]) for a in of_groups]),
+        "reward/group_std": statistics.fmean(map(_deviation, scored)),
         "time/generate_s": statistics.fmean([g.generate_s for g in groups]),
         "time/reward_s": statistics.fmean([g.reward_s for g in groups]),
         "time/correct_s": prepared.correct_s,
         "length/max_tokens": max(t.response_tokens for t in valid),
         "length/truncated_share": sum(t.finish_reason is FinishReason.LENGTH for t in valid) / len(valid),
-        "groups/all_correct": sum(reward >= correct_at for reward in rewards_alike),
-        "groups/all_wrong": sum(reward < correct_at for reward in rewards_alike),
+        "groups/all_correct": sum(alike),
+        "groups/all_wrong": len(alike) - sum(alike),
         "sync/read_again_tokens": sum(t.read_again_tokens for t in valid),
     }
+    if ids := sum(t.kept_ids for t in valid):
+        numbers["length/kept_set_tokens"] = ids / sum(t.response_tokens for t in valid)
+    if any(t.tool_s for t in valid):
+        numbers |= {
+            "turns/mean": statistics.fmean([t.turns for t in valid]),
+            "turns/max": max(t.turns for t in valid),
+            "turns/sequences": statistics.fmean([t.sequence_count for t in valid]),
+            "turns/read_tokens": statistics.fmean([t.later_tokens for t in valid]),
+            "turns/tool_s": statistics.fmean([t.tool_s for t in valid]),
+        }
     numbers |= _trained_metrics(prepared.trained, prepared.version)
+    for name in sorted(set(tasks) - {""}):
+        its = [task == name for task in tasks]
+        numbers |= {
+            f"task/accuracy/{name}": statistics.fmean(chain.from_iterable(compress(right, its))),
+            f"task/reward/{name}": statistics.fmean(chain.from_iterable(compress(scored, its))),
+            f"task/groups_share/{name}": statistics.fmean(its),
+        }
     for name in sorted({name for t in valid for name in t.reward_components}):
         parts = [t.reward_components[name] for t in valid if name in t.reward_components]
         numbers[f"reward/component/{name}"] = statistics.fmean(parts)
@@ -69,6 +92,14 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: float) -> dict[str, fl
     if prepared.split_s:
         numbers["time/split_s"] = prepared.split_s
     return numbers
+
+
+def mixture_metrics(tasks: Mixture) -> dict[str, float]:
+    """Of each of several tasks, what share of the prompts it is given, and how often its questions were asked."""
+    if len(tasks.tasks) == 1:
+        return {}
+    shares = {f"task/prompts_share/{name}": share for name, share in tasks.shares().items()}
+    return shares | {f"task/epochs/{name}": passes for name, passes in tasks.passes().items()}
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -202,6 +233,8 @@ def rollout_metrics(
         seconds: of the step, of which `wait/rollout_s` is the workers' share; throughput and shares are by their own time.
     """
     numbers: dict[str, float] = {"rollout/requests_in_flight": sum(load.requests_in_flight for load in loads.values())}
+    if loads:
+        numbers["time/rollout_late_s"] = max(load.late_s for load in loads.values())
     lengths = [answer.response_tokens for groups in finished.values() for group in groups for answer in group.trajectories]
     if lengths:
         numbers["length/sampled_tokens"] = statistics.fmean(lengths)

@@ -25,7 +25,7 @@ from rich.text import Text
 from evenkeel.actors.carriers import EventLevel
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.metrics.catalogue import CATALOGUE, SKIPPED
-from evenkeel.actors.metrics.step_metrics import accuracy, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
+from evenkeel.actors.metrics.step_metrics import accuracy, accuracy_by_task, accuracy_of_what, by_worker, pass_at_most, shown, with_interval
 from evenkeel.actors.processes.output import UnfailingStream
 from evenkeel.actors.record.run_folder import LEVEL_OF_STATE, RunFolder
 from evenkeel.correction.early_warning.monitor import ReferenceLevel, State, usual_level
@@ -208,6 +208,8 @@ class _State:
         table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
         table.add_column(overflow="fold")
         table.add_row("held-out", self._accuracy())
+        for name, text in accuracy_by_task(self.held_out).items():
+            table.add_row("", f"{name} {text}")
         table.add_row("mismatch", self._mismatch_text())
         if "groups/no_gradient_share" in self.metrics:
             table.add_row("groups", self._groups())
@@ -218,7 +220,7 @@ class _State:
         return table
 
     def _answers(self) -> str:
-        parts = (("length/trained_tokens", "{}"), ("length/truncated_share", "{} cut"))
+        parts = (("length/trained_tokens", "{}"), ("turns/mean", "{} turns"), ("length/truncated_share", "{} cut"))
         return ", ".join(shown(self.metrics, name, words) for name, words in parts if name in self.metrics) or "-"
 
     def _groups(self) -> str:
@@ -279,6 +281,7 @@ _STEP_LINE = (
     "wait/rollout_share",
     "wait/learner_share",
     "staleness/mean",
+    "turns/mean",
     "length/truncated_share",
     "groups/no_gradient_share",
     _MISMATCH,
@@ -327,12 +330,16 @@ def workers_line(metrics: Mapping[str, float]) -> str:
 def evaluation_line(metrics: Mapping[str, float]) -> str:
     """A held-out evaluation in one line."""
     text = f"held-out accuracy {accuracy(metrics)}{accuracy_of_what(metrics)}"
+    if by_task := accuracy_by_task(metrics):
+        text += f" ({', '.join(f'{name} {one}' for name, one in by_task.items())})"
     if (best := pass_at_most(metrics)) is not None:
         text += f", pass@{best[0]} {with_interval(*best[1:])}"
     if metrics.get("held_out/reward", metrics.get("held_out/accuracy")) != metrics.get("held_out/accuracy"):
         text += f", reward {shown(metrics, 'held_out/reward')}"
     if metrics.get("held_out/truncated_share"):
         text += f", {shown(metrics, 'held_out/truncated_share')} cut"
+    if metrics.get("held_out/turns", 1) != 1:
+        text += f", {shown(metrics, 'held_out/turns')} turns"
     if "held_out/weight_version" in metrics:
         text += f", weight version {shown(metrics, 'held_out/weight_version')}"
     return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +17,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
 from torch import Tensor
 
-from evenkeel.actors.carriers import Example, Observation, PackedGroups, PreparedBatch, ScatterSample, StoredGroup
+from evenkeel.actors.carriers import ActorInfo, Example, Observation, PackedGroups, PreparedBatch, ScatterSample, ShownAnswer, StoredGroup
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.groups import tokens as payloads
+from evenkeel.actors.metrics.exporter import MetricsEndpoint, listen_address
+from evenkeel.actors.processes.lane import Lane
 from evenkeel.actors.processes.pacing import LoopClock
 from evenkeel.actors.processes.part_heartbeat import HeartbeatActor
 from evenkeel.actors.processes.supervision import has_failed, lost_if_late, wait_for
 from evenkeel.actors.service.gap_split import stale_sample, to_numbers
 from evenkeel.actors.service.scatter import ScatterReservoir
+from evenkeel.actors.service.token_sample import chosen_sequences, shown_answer, token_sample
 from evenkeel.actors.settings.deadlines import tokens_s
 from evenkeel.actors.settings.true_on_policy import compare_batch
 from evenkeel.correction.batch import CorrectedBatch, PackedBatch
@@ -33,9 +38,9 @@ from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.correct import correct, defer
 from evenkeel.correction.diagnostics.diagnose import clipped_tokens, diagnose, proximal_of, reference_kl
 from evenkeel.correction.early_warning.monitor import SYMPTOMS, Monitor
-from evenkeel.correction.errors import LateError
-from evenkeel.correction.settings.schedule import needs_reference_logprobs
-from evenkeel.correction.terms.advantages import group_advantages
+from evenkeel.correction.errors import EvenkeelError, LateError
+from evenkeel.correction.settings.schedule import needs_logprobs_at_sampling, needs_reference_logprobs
+from evenkeel.correction.terms.advantages import group_advantages, turn_advantages
 from evenkeel.correction.wide import WidePlace
 from evenkeel.rollout import wide_fields
 from evenkeel.rollout.packing import Packed, pack_groups
@@ -56,6 +61,10 @@ class _Undiagnosed:
 
     corrected: CorrectedBatch
     split: Mapping[str, float]
+    shown: Mapping[int, ShownAnswer]
+    """What is told of the sequences whose tokens are kept for people, by their places in the batch."""
+    kept_counts: asyncio.Task[Tensor | None] | None
+    """Reads the sizes of the kept sets of their tokens; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,8 @@ class CorrectionService(HeartbeatActor):
         if monitor_state is not None:
             self._monitor.load_state_dict(monitor_state)
         self._clock, self._observing = LoopClock(), asyncio.Lock()
+        self._lane = Lane("service", waits_for="calls")
+        self._endpoint: MetricsEndpoint | None = None  # once there is a number to show
         self._waiting_to_observe = 0
         # Of the batch in preparation, as are the next two.
         self._version = -1
@@ -118,7 +129,7 @@ class CorrectionService(HeartbeatActor):
                 self._groups[group.group_id] = await _without_wide_fields(group, wide_of[group.group_id])
             return why
 
-        answer: dict[int, str] = await self._once(version, number, pull)
+        answer: dict[int, str] = await self._once(version, number, pull, "pull")
         return answer
 
     async def pack(self, version: int, number: int, group_ids: Sequence[int], correction: CorrectionConfig) -> PackedGroups:
@@ -126,11 +137,12 @@ class CorrectionService(HeartbeatActor):
 
         async def pack() -> PackedGroups:
             batch = (await asyncio.to_thread(self._packed, group_ids, version, correction)).batch
-            if not (self._config.learner.needs_proximal_forward(correction) and self._replays_engine):
-                batch = replace(batch, wide=None)
+            scores = self._config.learner.needs_proximal_forward(correction) or needs_logprobs_at_sampling(correction)
+            if not (scores and self._replays_engine):  # kept sets are those of every policy
+                batch = batch.without_routes() if self._config.rollout.sampling.is_partial else replace(batch, wide=None)
             return await self._stored(batch)
 
-        answer: PackedGroups = await self._once(version, number, pack)
+        answer: PackedGroups = await self._once(version, number, pack, "pack")
         return answer
 
     async def sample_stale(self, version: int, number: int, group_ids: Sequence[int], correction: CorrectionConfig) -> PackedGroups:
@@ -139,7 +151,7 @@ class CorrectionService(HeartbeatActor):
         async def sample() -> PackedGroups:
             return await self._stored(await asyncio.to_thread(self._stale_sample, group_ids, version, correction))
 
-        answer: PackedGroups = await self._once(version, number, sample)
+        answer: PackedGroups = await self._once(version, number, sample, "pack")
         return answer
 
     async def correct(
@@ -158,31 +170,36 @@ class CorrectionService(HeartbeatActor):
             group_ids: of the batch, in its order; all are pulled.
             chunks: group ids of each forward of the learner, in the order in which they were packed.
             split: what the learner says of the sample of `sample_stale`.
-            scored: for each chunk its Proximal and its reference logprobs; None: not wanted. (References to them are arguments of their
-                own: Ray brings what an argument refers to.)
+            scored: for each chunk its Proximal, its reference logprobs and its SplitLogprobs; None: not wanted. (References to them are
+                arguments of their own: Ray brings what an argument refers to.)
         Returns: the batch without the facts of its groups, which the driver has.
         """
 
         async def prepare() -> PreparedBatch:
-            answers = zip(chunks, scored[::2], scored[1::2], strict=True)
-            forwards = [(chunk, _found(proximal, reference)) for chunk, proximal, reference in answers]
+            answers = zip(chunks, scored[::3], scored[1::3], scored[2::3], strict=True)
+            forwards = [(chunk, _found(*found)) for chunk, *found in answers]
             return await self._prepare(version, group_ids, correction, forwards, split)
 
-        answer: PreparedBatch = await self._once(version, number, prepare)
+        answer: PreparedBatch = await self._once(version, number, prepare, "correct")
         return answer
 
-    async def _once(self, version: int, number: int, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _once(self, version: int, number: int, work: Callable[[], Coroutine[Any, Any, Any]], what: str) -> Any:
         """The result of the work, which runs once under this number.
 
+        Args: what: the work, as a span of the timeline.
         Raises: LateError for an earlier version; ActorLost if a deadline within the work passes.
         """
         if version < self._version:
             raise LateError(f"batch of version {version}: a call came after the first one for that of version {self._version}")
         self._go_on_to(version)
         if number not in self._answers:
-            self._answers[number] = asyncio.create_task(lost_if_late(work()))
+            self._answers[number] = asyncio.create_task(lost_if_late(self._as_span(what, version, work())))
             self._answers[number].add_done_callback(has_failed)
         return await asyncio.shield(self._answers[number])
+
+    async def _as_span(self, what: str, version: int, work: Coroutine[Any, Any, Any]) -> Any:
+        with self._lane.span(what, version=version):
+            return await work
 
     def _go_on_to(self, version: int) -> None:
         """What is held of batches before this one's preparation is let go."""
@@ -201,13 +218,16 @@ class CorrectionService(HeartbeatActor):
         batch = packed.batch
         if chunks:
             batch = await asyncio.to_thread(_put_in_place, batch, chunks)
+        if needs_logprobs_at_sampling(correction) and batch.at_sampling_logprobs is None:  # no token is stale, or there is none
+            batch = replace(batch, at_sampling_logprobs=torch.full_like(batch.behavior_logprobs, torch.nan))
         if not needs_reference_logprobs(correction) and batch.reference_logprobs is not None:
             newest = {v: kept for v, kept in self._reference_logprobs.items() if v >= version - 1}
             self._reference_logprobs = newest | {version: batch.reference_logprobs}
             batch = replace(batch, reference_logprobs=None)  # what is trained is what would be without a report
         split: Mapping[str, float] = {}
-        if found is not None:
-            split = await asyncio.to_thread(lambda: to_numbers(self._stale_sample(group_ids, version, correction), found, version))
+        if found is not None and (now := found.now) is not None:
+            sample = await asyncio.to_thread(self._stale_sample, group_ids, version, correction)
+            split = await asyncio.to_thread(to_numbers, sample, found.at_sampling, now, version)
         began = time.monotonic()
         corrected = await asyncio.to_thread(defer if self._config.learner.defers(correction) else correct, batch, correction)
         correct_s = time.monotonic() - began
@@ -215,7 +235,8 @@ class CorrectionService(HeartbeatActor):
         if fetch_s := self._fetch_s(batch):
             corrected = replace(corrected, batch=replace(corrected.batch, wide=None))  # diagnostics need no tensor that it names
         self._undiagnosed = {v: kept for v, kept in self._undiagnosed.items() if v >= version - 2}
-        self._undiagnosed[version] = _Undiagnosed(corrected, split)
+        told = self._shown(group_ids, packed)
+        self._undiagnosed[version] = _Undiagnosed(corrected, split, told, self._kept_counts(packed.batch, list(told)))
         shown = [self._groups[group_id].group for group_id in group_ids[: self._config.metrics.trajectories_per_step]]
         return PreparedBatch(
             version=version,
@@ -230,15 +251,41 @@ class CorrectionService(HeartbeatActor):
             examples=tuple(Example(group.prompt, group.example.text) for group in shown),
         )
 
+    def _shown(self, group_ids: Sequence[int], packed: Packed) -> dict[int, ShownAnswer]:
+        """Sequences of the batch whose tokens are kept for people."""
+        lengths, count = packed.batch.lengths.tolist(), self._config.metrics.trajectories_per_step
+        found = {}
+        for sequence in chosen_sequences(packed.places, lengths, groups=count, version=packed.batch.learner_version):
+            place = packed.places[sequence]
+            group = self._groups[group_ids[place.group]].group
+            found[sequence] = shown_answer(group, place, tokens=lengths[sequence])
+        return found
+
+    def _kept_counts(self, batch: PackedBatch, sequences: Sequence[int]) -> asyncio.Task[Tensor | None] | None:
+        """Begin to read from how many tokens those of some sequences were drawn, beside all else: people alone look at it."""
+        if not sequences or batch.wide is None or not self._config.rollout.sampling.is_partial:
+            return None
+
+        async def read() -> Tensor | None:
+            try:
+                found = await payloads.with_wide_fields(batch.select(sequences), deadline_s=self._config.deadlines.batch_s)
+            except (ray.exceptions.RayError, EvenkeelError) as error:
+                log.warning("the kept sets of some tokens can't be shown: %s", error)
+                return None
+            return found.kept_counts
+
+        return asyncio.create_task(read())
+
     def _packed(self, group_ids: Sequence[int], version: int, correction: CorrectionConfig) -> Packed:
         pulled = [self._groups[group_id] for group_id in group_ids]
         advantage = correction.advantage
         return pack_groups(
             [one.group for one in pulled],
             learner_version=version,
-            advantage=partial(group_advantages, **advantage.model_dump()),
+            advantage=partial(group_advantages, **advantage.of_group),
+            turn_advantage=partial(turn_advantages, **advantage.of_group) if advantage.level == "turn" else None,
             overlong=self._config.rollout.overlong,
-            max_tokens=self._config.rollout.sampling.max_tokens,
+            max_tokens={entry.name: self._config.rollout.sampling_of(entry.name).max_tokens for entry in self._config.rollout.entries},
             temperature=self._config.rollout.sampling.temperature,
             wide_of={one.group.group_id: one.wide for one in pulled if one.wide is not None},
         )
@@ -281,12 +328,31 @@ class CorrectionService(HeartbeatActor):
         finally:
             self._waiting_to_observe -= 1
         try:
-            observation = await asyncio.to_thread(self._observe, step, version, trained, reference, await self._values(result))
-            return replace(observation, late_s=self._clock.read())
+            with self._lane.span("diagnose", version=version):
+                counts = None if trained.kept_counts is None else await trained.kept_counts
+                values = await self._values(result)
+                observation = await asyncio.to_thread(self._observe, step, version, trained, reference, values, counts)
+            observation = replace(observation, late_s=self._clock.read())
+            return replace(observation, info=self._published(observation), told=self._lane.report())
         finally:
             self._observing.release()
 
-    def _observe(self, step: int, version: int, trained: _Undiagnosed, reference: Tensor | None, values: StepValues) -> Observation:
+    def _published(self, observation: Observation) -> ActorInfo:
+        """Put its times where Prometheus finds them, beside the memory of this process. Returns: where that is."""
+        if self._endpoint is None:
+            self._endpoint = MetricsEndpoint("correction", "0", bind=listen_address(self._config.metrics.bind))
+        self._endpoint.publish({"time/diagnose_s": observation.seconds, "time/service_late_s": observation.late_s})
+        return ActorInfo("correction", "0", os.getpid(), self._endpoint.target)
+
+    def _observe(
+        self,
+        step: int,
+        version: int,
+        trained: _Undiagnosed,
+        reference: Tensor | None,
+        values: StepValues,
+        kept_counts: Tensor | None,
+    ) -> Observation:
         """Diagnose a batch. Runs in a thread; monitor and scatter are only used under the lock."""
         began = time.monotonic()
         corrected, batch = trained.corrected, trained.corrected.batch
@@ -297,11 +363,17 @@ class CorrectionService(HeartbeatActor):
         detailed = self._config.monitor.detailed
         numbers = diagnose(batch, corrected, target_logprobs, decided=decided, entropy=values.entropies, detailed=detailed)
         numbers |= trained.split
+        if batch.at_sampling_logprobs is not None:
+            numbers |= to_numbers(batch, batch.at_sampling_logprobs, proximal, version, mask)
         events = self._monitor.update(step, numbers)
         state, clipped = self._monitor.state, clipped_tokens(batch, decided)
         if reference is not None:
             numbers["reference_kl"] = reference_kl(target_logprobs, reference, batch.loss_mask)
-        return Observation(dict(numbers), tuple(events), state, time.monotonic() - began, clipped, monitor=self._monitor.state_dict())
+        seconds = time.monotonic() - began
+        told = list(trained.shown.values())
+        tokens = token_sample(corrected, list(trained.shown), told, values, kept_counts) if told else None
+        at = self._monitor.state_dict()
+        return Observation(dict(numbers), tuple(events), state, seconds, clipped, monitor=at, tokens=tokens)
 
     async def compared(self, version: int, result: StepResult) -> Agreement | None:
         """True on-policy: sampled against trained logprobs of the batch of `version`. None: it isn't held. Args: result: as `observe`."""
@@ -342,7 +414,7 @@ async def _without_wide_fields(group: Group, wide: Any) -> _Pulled:
     return await asyncio.to_thread(put_apart)
 
 
-def _found(proximal: Proximal | None, reference: Tensor | None) -> dict[str, Any]:
+def _found(proximal: Proximal | None, reference: Tensor | None, split: SplitLogprobs | None) -> dict[str, Any]:
     """What a forward has found, by the field of PackedBatch."""
     found: dict[str, Any] = {}
     if proximal is not None:
@@ -351,6 +423,8 @@ def _found(proximal: Proximal | None, reference: Tensor | None) -> dict[str, Any
             found["wide"] = proximal.route_places
     if reference is not None:
         found["reference_logprobs"] = reference
+    if split is not None:
+        found["at_sampling_logprobs"] = split.at_sampling
     return found
 
 

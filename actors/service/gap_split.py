@@ -1,4 +1,4 @@
-"""The gap of stale tokens, split exactly into mismatch and staleness, on a sample of a batch.
+"""The gap of stale tokens, split exactly into mismatch and staleness: on a sample of a batch, or on all of one whose correction reads both.
 
 A token of version v was sampled by the engine at weights v. What the learner says of it at weights v differs from that by the mismatch
 alone; what it says at the weights where the update starts, by staleness as well. So the ranks keep copies of the versions that such a batch
@@ -11,10 +11,11 @@ import random
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from evenkeel.correction.batch import PackedBatch
 from evenkeel.correction.diagnostics.variance_split import split_numbers
-from evenkeel.learner.results import SplitLogprobs
+from evenkeel.correction.terms.segments import where_finite
 
 TRAJECTORIES = 16
 """Most trajectories of a batch that are scored, at each version that their tokens have and at the present one."""
@@ -28,11 +29,15 @@ def stale_sample(batch: PackedBatch, version: int, *, replays_engine: bool = Fal
     stale = batch.loss_mask & (batch.weight_versions >= 0) & (batch.weight_versions < version)
     sequences = torch.unique(torch.searchsorted(batch.offsets, stale.nonzero().flatten(), right=True) - 1).tolist()
     chosen = sorted(random.Random(version).sample(sequences, min(TRAJECTORIES, len(sequences))))
-    sample = batch if replays_engine else replace(batch, routed_experts=None, wide=None)
+    sample = batch if replays_engine else batch.without_routes()
     return replace(sample, proximal_logprobs=None, reference_logprobs=None, topk_ids=None, topk_logprobs=None).select(chosen)
 
 
-def to_numbers(sample: PackedBatch, found: SplitLogprobs, version: int) -> dict[str, float]:
-    """The numbers of quantities.SPLIT. Args: found: the learner's logprobs of the sample's tokens."""
-    known = sample.loss_mask & (sample.weight_versions < version) & found.at_sampling.isfinite() & found.now.isfinite()
-    return split_numbers(sample.behavior_logprobs[known], found.at_sampling[known], found.now[known])
+def to_numbers(batch: PackedBatch, at_sampling: Tensor, now: Tensor, version: int, chosen: Tensor | None = None) -> dict[str, float]:
+    """The numbers of quantities.SPLIT, of stale tokens.
+
+    Args: at_sampling, now: [N] the learner's logprobs of the batch's tokens; chosen: [N] bool: those for which `now` holds; None: all.
+    """
+    known = batch.loss_mask & (batch.weight_versions < version) if chosen is None else chosen & (batch.weight_versions < version)
+    known = where_finite(known, batch.behavior_logprobs, at_sampling, now)
+    return split_numbers(batch.behavior_logprobs[known], at_sampling[known], now[known])

@@ -17,7 +17,7 @@ from pathlib import Path
 from evenkeel.actors.config import SYNC_ATTEMPTS, DeadlinesConfig, RunConfig
 from evenkeel.actors.settings.evaluation_places import evaluation_waves
 from evenkeel.learner.config import LearnerConfig
-from evenkeel.rollout.config import RolloutConfig
+from evenkeel.rollout.config import AgentReward, EnvironmentReward, RolloutConfig, TaskEntry
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig, EngineDeadlines
 
 ANSWER_S = 60.0
@@ -33,7 +33,8 @@ _LEAST_TRAVEL_S = 60.0
 _BEYOND_S = 60.0
 # Seconds by which the driver waits longer than its callee's own deadline, so that the callee's error arrives.
 _ANSWERS_LATER_S = 30.0
-# Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, or its experts in a hundred layers.
+# Upper bound of a token with its optional fields: the logprobs of a hundred likeliest tokens, its experts in a hundred layers, or a kept
+# set of a thousand.
 _TOKEN_BYTES = 4096
 REPLACEMENT_PAUSE_S = 60.0
 """Longest pause before the service is replaced, or an engine of a pool that loses many while it works."""
@@ -97,13 +98,27 @@ def bytes_of(model: Path) -> int:
 
 
 def scoring_s(rollout: RolloutConfig) -> float:
-    """Longest wait for the rewards of a group: every completion of the worker's other groups may come first, and each take its deadline."""
-    return _scored_in_turn(rollout) * rollout.reward.deadline_s + rollout.reward.start_deadline_s
+    """Longest wait for the rewards of a group: every completion of the worker's other groups may come first, and each take its deadline.
+    With an environment: the longest time that it may take in a rollout, whose rewards it gives; twice, if the rollout is repeated. An agent
+    may have to wait for the programs of the worker's other groups, and score itself."""
+    return max(_scoring_s(rollout, entry) for entry in rollout.entries)
+
+
+def _scoring_s(rollout: RolloutConfig, entry: TaskEntry) -> float:
+    reward, environment, agent = entry.reward, entry.environment, entry.agent
+    if isinstance(reward, EnvironmentReward):
+        assert environment is not None
+        return 2 * (environment.max_tool_s + environment.deadline_s + environment.start_deadline_s)
+    played_s = 0.0 if agent is None else _in_turn(rollout, agent.processes) * agent.deadline_s + agent.start_deadline_s
+    if isinstance(reward, AgentReward):
+        return played_s
+    return played_s + _in_turn(rollout, reward.processes) * reward.deadline_s + reward.start_deadline_s
 
 
 def group_s(rollout: RolloutConfig) -> float:
-    """Longest time for one group of a worker: sampled, scored, handed over."""
-    return rollout.engine.deadlines.generate_s + scoring_s(rollout) + ANSWER_S
+    """Longest time for one group of a worker: sampled, in all of its turns, scored, handed over."""
+    turns = max(1 if entry.environment is None else entry.environment.max_turns for entry in rollout.entries)
+    return turns * rollout.engine.deadlines.generate_s + scoring_s(rollout) + ANSWER_S
 
 
 def weights_fetch_s(config: RunConfig) -> float:
@@ -150,9 +165,9 @@ def reading_s(disk_s: float, checkpoint_bytes: float, bytes_per_s: float) -> flo
     return max(disk_s, 3 * checkpoint_bytes / bytes_per_s)
 
 
-def _scored_in_turn(rollout: RolloutConfig) -> int:
-    """Completions of a worker that one of its scoring processes may have before a group's last, if all slots are full."""
-    return -(-rollout.slots_per_worker * rollout.sampling.samples_per_group // rollout.reward.processes)
+def _in_turn(rollout: RolloutConfig, processes: int) -> int:
+    """Rollouts of a worker that one of its processes may have before a group's last, if all slots are full."""
+    return -(-rollout.slots_per_worker * rollout.sampling.samples_per_group // processes)
 
 
 def _evaluation_waves(config: RunConfig) -> int:

@@ -188,7 +188,7 @@ def check_rollout_resource(config: RunConfig, offered: float, possible: float | 
         raise ConfigError(
             f"{setting} with ray.rollout_resource = {resource!r}: no node of the cluster at {config.ray.address} offers a whole unit of "
             f"it, nor does any type of node that its autoscaler may start. Give a node type resources: {{{resource}: 1}} "
-            "(deploy/ray-cluster.yaml)"
+            "(`evenkeel deploy`)"
         )
     return (
         f"{setting}: the cluster at {config.ray.address} offers {counted(placed, 'whole unit')} of the resource {resource!r} "

@@ -58,7 +58,7 @@ def learner_environment(config: RunConfig) -> dict[str, str]:
 def worker_environment(config: RunConfig) -> dict[str, str]:
     """Environment variables of each rollout worker and of its engine's processes."""
     own = {"OMP_NUM_THREADS": str(config.rollout.engine.threads)}
-    if config.rollout.engine.return_routed_experts or needs_topk(config.correction):
+    if config.rollout.engine.return_routed_experts or config.rollout.sampling.is_partial or needs_topk(config.correction):
         own |= OF_BATCHES  # its groups have wide fields
     if config.rollout.engine.resolved_device == "cpu":
         own |= _NO_GPU

@@ -144,7 +144,7 @@ def _on_device(learner: LearnerConfig, has_gpu: bool, place: str) -> LearnerConf
     device = device_of(learner.device, has_gpu=has_gpu)
     dtype = dtype_of(learner.dtype, device)
     of_layers = {"layers": "local"} if device == "cpu" or dtype == "float32" else {}
-    return filled(learner.model_copy(update={"device": device}), {"dtype": dtype} | of_layers, place)
+    return filled(learner.model_copy(update={"device": device, "dtype": dtype}), of_layers, place)
 
 
 def _engine(config: RunConfig, has_gpu: bool) -> EngineConfig:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..batch import CorrectedBatch, DecisionCounts, FinalDecision, PackedBatch, batch_slices
 from ..decision import BatchView
 from ..settings.choices import Level, Ratio
-from ..terms.divergence import Estimator, estimate
+from ..terms.divergence import CPU_CHUNK, Estimator, estimate
 from ..terms.ratios import LOG_RATIO_LIMIT, Logprobs, bounded_exp
 from ..terms.segments import Levels, masked
 from ..terms.staleness import TokenSpans, count_staleness, token_spans
@@ -33,9 +33,8 @@ from .sums import DiagnosticSums
 # Sums of chunks add up to those of a set of tokens, and sums of sets to those of the batch; quotients come last. quantities.GAP says what
 # each number is.
 
-CPU_CHUNK = 2**17
 OTHER_CHUNK = 2**22
-"""Tokens of a chunk; on an accelerator it need only be small against its memory."""
+"""Tokens of a chunk on an accelerator, where it need only be small against its memory."""
 # Variance over squared mean under which a probability does not vary: the rounding of the mean in float64 is 1e-16.
 _CONSTANT = 1e-28
 
@@ -393,7 +392,7 @@ def _rejection_sums(view: BatchView, keep: Tensor, weights: Tensor, entropy: Ten
     dropped = (loss_mask & ~keep & view.mask).nonzero().squeeze(1)  # few
     sums["dropped"] = dropped.numel()
     if view.logprobs.proximal is not None:
-        sums["dropped_probability"] = float(view.logprobs.proximal[dropped].double().exp().sum())
+        sums["dropped_probability"] = float(view.logprobs.proximal[dropped].exp().sum(dtype=torch.float64))
     if entropy is not None:
         sums["dropped_entropy"] = float(entropy.detach()[dropped].double().sum())
     return sums

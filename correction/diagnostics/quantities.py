@@ -194,7 +194,7 @@ _CLIPPED = {
     }.items()
 }
 
-_STALE_SAMPLE = "of a sample of stale tokens, every monitor.split_every batches"
+_STALE_SAMPLE = "of stale tokens: a sample, every monitor.split_every batches, or all where the correction tells the two parts apart"
 SPLIT = {
     "split_tokens": _Q(_U.TOKENS, "tokens of the split", f"Tokens {_STALE_SAMPLE}, from which the split is."),
     "split_total_variance": _Q(
@@ -214,7 +214,8 @@ SPLIT = {
     ),
     "split_staleness_k3_kl": _Q(_U.NATS, "staleness alone", "KL(pi_v || pi), estimator k3: what newer weights changed, engines apart."),
 }
-"""Exact parts of the gap of stale tokens, of variance_split.split_numbers: a run has them where monitor.split_every is not 0."""
+"""Exact parts of the gap of stale tokens, of variance_split.split_numbers: a run has them where its correction tells them apart, or
+monitor.split_every is not 0."""
 
 
 DIAGNOSTICS = {

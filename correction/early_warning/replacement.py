@@ -14,7 +14,7 @@ from ..presets.methods import preset_settings
 from ..settings.base import Settings
 from ..settings.choices import Level, RejectionLevel, Statistic, WeightMode
 from ..settings.parts import CriterionConfig, Objective
-from ..settings.schedule import needs_reference_logprobs, needs_topk
+from ..settings.schedule import needs_logprobs_at_sampling, needs_reference_logprobs, needs_topk
 
 P = TypeVar("P", bound=Settings)
 
@@ -65,6 +65,11 @@ def check_replaceable(before: CorrectionConfig, after: CorrectionConfig) -> None
         raise ConfigError(
             "its KL penalty needs a reference model, which the learner loads at the start, and only if the correction that the run "
             "begins with has such a penalty. Choose a preset without one"
+        )
+    if needs_logprobs_at_sampling(after) and not needs_logprobs_at_sampling(before):
+        raise ConfigError(
+            "it tells mismatch and staleness apart by earlier weights, of which the learner keeps copies from the start, and only if the "
+            "correction that the run begins with does so. Choose a preset on rho, such as tis-token"
         )
     if needs_topk(after) > needs_topk(before):
         raise ConfigError(
@@ -119,6 +124,8 @@ def _narrower_objective(objective: Objective, factor: float) -> Objective:
         return narrower.model_copy(update={"band": band})
     if objective.kind == "geometric_clip":
         return _with_products(objective, factor, "log_clip")
+    if objective.kind == "prefix_clip":
+        return _with_products(objective, factor, "log_low", "log_high", "log_dual")
     if objective.kind == "score":
         gate = objective.gate
         if gate is not None:

@@ -77,6 +77,15 @@ DRIFT: dict[str, Preset] = {
         "GMPO (arXiv 2507.20673); 0.4 as in its scripts and TRL's documentation, second-hand",
         "When single outlier tokens dominate the mean ratio; a wider trust region than GSPO.",
     ),
+    "ctpo": Preset(
+        {"objective": {"kind": "prefix_clip"}},
+        "max(-A x, -A clip(x, e^(-0.025 sqrt n), e^(0.05 sqrt n))), at most -A e^(0.05 sqrt n) where A < 0; x = prod r up to token n",
+        "CTPO (arXiv 2605.07331); form and constants of its authors' code, whose script adds importance: {mode: truncate, level: sequence, "
+        "upper: 5}",
+        "Long answers, and several optimizer steps a batch: what the update did to earlier tokens counts, too, which a token's own ratio "
+        "doesn't see, and late tokens may move further than early ones.",
+        found="Its authors: the best average against GRPO and GSPO on mathematics with tools, at two model sizes.",
+    ),
     "sapo": Preset(
         {"objective": {"kind": "soft_gate"}, "denominator": SEQUENCE_MEAN},
         "-A sigmoid(tau (r - 1)) 4 / tau, tau = 1 (A > 0) or 1.05",

@@ -1,4 +1,5 @@
-"""Presets that correct the mismatch: weights and rejection on rho = prox/mu, PPO on r = theta/prox."""
+"""Presets that correct the mismatch: weights and rejection on rho = prox/mu, PPO on r = theta/prox; or on rho's part that is mismatch
+alone, and PPO on all that training did since the token was sampled."""
 
 from __future__ import annotations
 
@@ -13,6 +14,12 @@ _TOKEN_TRUNCATION = (
 _TOKEN_MASK = (
     "Miles post: IS with rejection does no harm, and with normalisation (from step 650) made a growing k3 fall again. The contrary: "
     "Speed-kills note: masks by token collapse on long reasoning, masks by sequence hold."
+)
+_OLD_LOGITS = "Missing Old Logits (arXiv 2605.12070), the exact form, which its abstract names"
+_EARLIER_WEIGHTS = "Every rank keeps its last max_staleness versions, and stale tokens take a forward pass at each that they have."
+_SPLIT_FOUND = (
+    "Its authors: with the two told apart again, agents train faster and better; what they recommend is an average of weights in the place "
+    "of pi_v, which costs no copies and isn't this."
 )
 _MILES = "Miles post, 'IS won't harm performance'"
 _MILES_SOURCE = "clip and group advantages of its example script; bounds of slime's and Miles' example files, the post prints none"
@@ -54,6 +61,27 @@ MISMATCH: dict[str, Preset] = {
         "Long answers: a weight for each sequence that does not grow with length; biased, of low variance.",
         "importance.upper: 2 hardly ever takes hold at this level; the normalisation does the work",
         found="Miles post: recommends the normalisation strongly at this level; its own code refuses the two together.",
+    ),
+    "split-tis": Preset(
+        {"objective": clip(ratio="since_sampling"), "importance": truncate(2.0, ratio="mismatch")},
+        "min(m, 2) PPO(theta / pi_v); pi_v: the learner at the weights that sampled the token, m = pi_v / mu",
+        f"{_OLD_LOGITS}; the constants are tis-token's",
+        "Stale data from an engine that differs from the learner: the weight sees the engines' difference alone, the clip how far training "
+        f"has moved the token since it was sampled. {_EARLIER_WEIGHTS}",
+        "importance.upper, objective.clip_low, clip_high: the paper's were not read",
+        found=_SPLIT_FOUND,
+    ),
+    "split-mis": Preset(
+        {
+            "objective": clip(ratio="since_sampling"),
+            "importance": truncate(2.0, ratio="mismatch"),
+            "rejection": [band(0.5, 2.0, ratio="mismatch")],
+        },
+        "1[0.5 <= m <= 2] min(m, 2) PPO(theta / pi_v); m = pi_v / mu",
+        f"{_OLD_LOGITS}; the constants are mis-token's",
+        f"split-tis where few tokens have a large mismatch: those are left out, and none for its age. {_EARLIER_WEIGHTS}",
+        "rejection bounds, objective.clip_low, clip_high: the paper's were not read",
+        found=_SPLIT_FOUND,
     ),
     "mis-token": Preset(
         {"objective": clip(), "importance": truncate(2.0), "rejection": [band(0.5, 2.0)]},

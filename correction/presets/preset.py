@@ -41,9 +41,9 @@ def band(lower: float, upper: float, level: str = "token", **more: Any) -> Prese
     return {"statistic": "ratio", "level": level, "lower": lower, "upper": upper, **more}
 
 
-def truncate(upper: float, level: str = "token") -> PresetSettings:
-    """Truncated importance weights on rho."""
-    return {"mode": "truncate", "level": level, "upper": upper}
+def truncate(upper: float, level: str = "token", **more: Any) -> PresetSettings:
+    """Truncated importance weights on rho, unless said otherwise."""
+    return {"mode": "truncate", "level": level, "upper": upper, **more}
 
 
 SEQUENCE_MEAN: PresetSettings = {"kind": "sequence_mean"}

@@ -43,6 +43,45 @@ class Ratio(enum.StrEnum):
     """target / proximal: drift, what the optimizer did within this batch."""
     Q = "q"
     """target / behaviour: all of it."""
+    MISMATCH = "mismatch"
+    """at_sampling / behaviour: the engine against the learner at the weights that sampled the token."""
+    STALENESS = "staleness"
+    """proximal / at_sampling: what newer weights changed, engines apart. Mismatch times staleness is rho."""
+    SINCE_SAMPLING = "since_sampling"
+    """target / at_sampling: staleness and drift, all that training did since the token was sampled."""
+
+    @property
+    def policies(self) -> tuple[str, str]:
+        """(numerator, denominator)."""
+        return _POLICIES[self]
+
+    @property
+    def has_target(self) -> bool:
+        """Whether it has a gradient."""
+        return self.policies[0] == "target"
+
+    @property
+    def factors(self) -> frozenset[Ratio]:
+        """Which of mismatch, staleness and r (drift) it is the product of."""
+        return _FACTORS[self]
+
+
+_POLICIES = {
+    Ratio.RHO: ("proximal", "behavior"),
+    Ratio.R: ("target", "proximal"),
+    Ratio.Q: ("target", "behavior"),
+    Ratio.MISMATCH: ("at_sampling", "behavior"),
+    Ratio.STALENESS: ("proximal", "at_sampling"),
+    Ratio.SINCE_SAMPLING: ("target", "at_sampling"),
+}
+_FACTORS = {
+    Ratio.RHO: frozenset({Ratio.MISMATCH, Ratio.STALENESS}),
+    Ratio.R: frozenset({Ratio.R}),
+    Ratio.Q: frozenset({Ratio.MISMATCH, Ratio.STALENESS, Ratio.R}),
+    Ratio.MISMATCH: frozenset({Ratio.MISMATCH}),
+    Ratio.STALENESS: frozenset({Ratio.STALENESS}),
+    Ratio.SINCE_SAMPLING: frozenset({Ratio.STALENESS, Ratio.R}),
+}
 
 
 class Level(enum.StrEnum):
@@ -143,6 +182,9 @@ class DenominatorKind(enum.StrEnum):
     """Mean over sequences of the sum over their tokens / a constant length (Dr.GRPO)."""
     PROMPT_MEAN = "prompt_mean"
     """Mean over groups of the mean over all tokens of a group (SkyRL)."""
+    ROLLOUT_MEAN = "rollout_mean"
+    """Mean over rollouts of the mean over all tokens of a rollout, whichever of its sequences has them (slime); sequence_mean where each
+    rollout is one sequence."""
 
 
 class Count(enum.StrEnum):

@@ -41,6 +41,23 @@ class AdvantageConfig(NamedSettings):
     """Added to the standard deviation."""
     temperature: float = Field(default=1.0, gt=0)
     """t of soft_value, in units of the reward: the larger, the nearer V is to the mean; the smaller, to the best answer's reward."""
+    level: Literal["rollout", "turn"] = "rollout"
+    """rollout: one advantage for all of a rollout's tokens. turn: each turn has that of its own and later turns' rewards (GRPO with
+    process supervision), where an environment returns rewards by turn; with grpo or grpo_no_std."""
+
+    @model_validator(mode="after")
+    def _turns_have_a_mean(self) -> AdvantageConfig:
+        if self.level == "turn" and self.estimator not in (AdvantageEstimator.GRPO, AdvantageEstimator.GRPO_NO_STD):
+            raise ConfigError(
+                f"advantage.level = turn with advantage.estimator = {self.estimator}: rewards of turns are compared with the mean of all "
+                "turns of the group. Set estimator to grpo or grpo_no_std, or level to rollout"
+            )
+        return self
+
+    @property
+    def of_group(self) -> dict[str, Any]:
+        """What terms/advantages.py takes."""
+        return self.model_dump(exclude={"level"})
 
 
 class ImportanceConfig(Settings):
@@ -49,7 +66,9 @@ class ImportanceConfig(Settings):
     mode: WeightMode = WeightMode.OFF
     """off, raw, truncate (at upper), clip (into lower and upper), mask (0 outside them)."""
     ratio: Ratio = Ratio.RHO
-    """rho = proximal / behaviour, r = target / proximal, q = target / behaviour; in bypass rho means q."""
+    """rho = proximal / behaviour, r = target / proximal, q = target / behaviour; in bypass rho means q. With the learner's logprobs at the
+    weights that sampled each token: mismatch = at_sampling / behaviour, staleness = proximal / at_sampling, whose product is rho, and
+    since_sampling = target / at_sampling."""
     level: Level = Level.TOKEN
     """token, turn, sequence (products), geometric (length-normalised)."""
     lower: float | None = Field(default=None, ge=0)
@@ -191,7 +210,8 @@ class DivergenceGate(Settings):
     divergence: Statistic = Statistic.BINARY_TV
     """binary_tv, binary_kl, topk_tv or topk_kl, from the anchor to the target."""
     ratio: Ratio = Ratio.Q
-    """q anchors on the behaviour policy; r, to study it, on the proximal one (collapses in the paper)."""
+    """q anchors on the behaviour policy; since_sampling on the learner at the weights that sampled; r, to study it, on the proximal one
+    (collapses in the paper)."""
     threshold: float = Field(default=0.15, gt=0)
     """Divergence over which a token is blocked."""
     side: AdvantageSign = AdvantageSign.ANY
@@ -203,7 +223,7 @@ class DivergenceGate(Settings):
     def _check(self) -> DivergenceGate:
         if self.divergence not in (Statistic.BINARY_TV, Statistic.BINARY_KL, *TOPK_STATISTICS):
             raise ConfigError(f"objective.gate.divergence = {self.divergence}: take binary_tv, binary_kl, topk_tv or topk_kl.")
-        if self.ratio is Ratio.RHO or (self.divergence in TOPK_STATISTICS and self.ratio is not Ratio.Q):
+        if not self.ratio.has_target or (self.divergence in TOPK_STATISTICS and self.ratio is not Ratio.Q):
             raise ConfigError(f"objective.gate.ratio = {self.ratio}: the gate compares the target with an anchor. Set ratio: q.")
         return self
 
@@ -226,7 +246,7 @@ class ClipObjective(Settings):
 
     kind: Literal["clip"] = "clip"
     ratio: Ratio = Ratio.R
-    """r, or q; in bypass both are target / behaviour."""
+    """r, q or since_sampling; in bypass the first two are target / behaviour."""
     level: Level = Level.TOKEN
     """token (PPO), sequence, turn, geometric (GSPO)."""
     clip_low: float = Field(default=0.2, ge=0)
@@ -260,11 +280,29 @@ class GeometricClipObjective(Settings):
 
     kind: Literal["geometric_clip"] = "geometric_clip"
     ratio: Ratio = Ratio.R
-    """r, or q."""
+    """r, q or since_sampling."""
     log_clip: float = Field(default=0.4, gt=0)
     """Bound of the log ratio."""
     level: ClassVar[Level] = Level.TOKEN
     """Level of the ratios that are clipped."""
+
+
+class PrefixClipObjective(Settings):
+    """CTPO: PPO's clip on the product of the ratios up to the token, whose log bounds widen with the token's number n in its answer."""
+
+    kind: Literal["prefix_clip"] = "prefix_clip"
+    ratio: Ratio = Ratio.R
+    """r, q or since_sampling."""
+    log_low: float = Field(default=0.025, gt=0)
+    """The lower clip is at the ratio exp(-log_low n^power)."""
+    log_high: float = Field(default=0.05, gt=0)
+    """The upper clip is at exp(log_high n^power)."""
+    log_dual: float = Field(default=0.05, gt=0)
+    """Where the advantage is negative no ratio counts for more than exp(log_dual n^power)."""
+    power: float = Field(default=0.5, ge=0)
+    """0.5 is the root, with which the sum of n log ratios scatters; 0: the same bounds at each token."""
+    level: ClassVar[Level] = Level.SEQUENCE
+    """A token without a finite ratio leaves its answer without prefixes."""
 
 
 class SoftGateObjective(Settings):
@@ -272,7 +310,7 @@ class SoftGateObjective(Settings):
 
     kind: Literal["soft_gate"] = "soft_gate"
     ratio: Ratio = Ratio.R
-    """r, or q."""
+    """r, q or since_sampling."""
     tau_positive: float = Field(default=1.0, gt=0)
     """Temperature where the advantage is positive."""
     tau_negative: float = Field(default=1.05, gt=0)
@@ -329,7 +367,8 @@ class GammaObjective(Settings):
 
 
 Objective = Annotated[
-    ClipObjective | GeometricClipObjective | SoftGateObjective | ScoreObjective | GammaObjective, Field(discriminator="kind")
+    ClipObjective | GeometricClipObjective | PrefixClipObjective | SoftGateObjective | ScoreObjective | GammaObjective,
+    Field(discriminator="kind"),
 ]
 
 
@@ -342,7 +381,8 @@ class DenominatorConfig(Settings):
     """What the sum of token losses is divided by."""
 
     kind: DenominatorKind = DenominatorKind.TOKEN_MEAN
-    """token_mean, sequence_mean, sequence_sum, constant, prompt_mean; over the global batch."""
+    """token_mean, sequence_mean, sequence_sum, constant, prompt_mean, rollout_mean; over the global batch. Where a rollout has several
+    sequences (docs/agents.md), rollout_mean gives each rollout the same weight, and sequence_mean each of its sequences."""
     count: Count = Count.ORIGINAL
     """original: rejected tokens and sequences still count; kept: they don't."""
     constant: float = Field(default=1024.0, gt=0)
@@ -363,7 +403,8 @@ class KlConfig(Settings):
     level: Literal["token", "sequence"] = "token"
     """sequence, for k2: half the square of the sequence's summed log ratio (Kimi k1.5, OAPL), whose pull grows with its length."""
     ratio: Ratio = Ratio.Q
-    """Ratio of unbiased_k3, differentiable: q corrects from the sampling policy, r from the proximal one."""
+    """Ratio of unbiased_k3, differentiable: q corrects from the sampling policy, r from the proximal one, since_sampling from the learner's
+    at the weights that sampled."""
 
 
 class CovarianceConfig(Settings):

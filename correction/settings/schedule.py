@@ -57,7 +57,7 @@ class Schedule:
         proximal = Stage.LATE if waits_for_forward else Stage.EARLY
 
         def stage_on(ratio: Ratio) -> Stage:
-            return proximal if effective_ratio(ratio, config) is Ratio.RHO else Stage.LATE
+            return Stage.LATE if effective_ratio(ratio, config).has_target else proximal
 
         criteria = tuple(stage_on(criterion.ratio) for criterion in config.rejection)
         veto = importance = normalization = kept_count = None
@@ -88,8 +88,8 @@ def fold_obstacle(config: CorrectionSettings, *, is_deferred: bool, has_auxiliar
         return "the threshold of second_moment depends on all tokens of the batch"
     if is_deferred and config.covariance is not None:
         return "a choice by covariance depends on all tokens of the batch"
-    if schedule.kept_count is Stage.LATE and config.denominator.kind is DenominatorKind.PROMPT_MEAN:
-        return "kept counts of groups are no single factor"
+    if schedule.kept_count is Stage.LATE and config.denominator.kind in (DenominatorKind.PROMPT_MEAN, DenominatorKind.ROLLOUT_MEAN):
+        return "kept counts of groups or rollouts are no single factor"
     adds_terms = config.kl.coefficient > 0 or config.entropy_coefficient > 0
     if schedule.has_factor and (adds_terms or has_auxiliary_loss):
         return "normaliser or kept count would also scale the KL, entropy or auxiliary term"
@@ -155,14 +155,8 @@ def check_without_gradient_factor(config: CorrectionSettings, *, is_deferred: bo
     )
 
 
-_POLICIES = {Ratio.RHO: {"proximal", "behavior"}, Ratio.R: {"target", "proximal"}, Ratio.Q: {"target", "behavior"}}
-
-
-def policies_read(config: CorrectionSettings) -> frozenset[str]:
-    """Whose logprobs some part reads: of behavior, proximal, target and reference. The one place where this is decided.
-
-    In bypass the proximal policy is the behaviour policy, and an interpolated one is made of that and the target: then it isn't among them.
-    """
+def ratios_of(config: CorrectionSettings) -> list[Ratio]:
+    """The ratios that parts look at, as the settings name them."""
     objective, gate, penalty = config.objective, gate_of(config.objective), config.kl
     ratios = [criterion.ratio for criterion in config.rejection]
     if config.importance.mode is not WeightMode.OFF:
@@ -179,7 +173,18 @@ def policies_read(config: CorrectionSettings) -> frozenset[str]:
         ratios.append(Ratio.R)
     if config.step_size.by == "ess":
         ratios.append(Ratio.Q)
-    read = {"target"}.union(*(_POLICIES[effective_ratio(ratio, config)] for ratio in ratios))
+    return ratios
+
+
+def policies_read(config: CorrectionSettings) -> frozenset[str]:
+    """Whose logprobs some part reads: of behavior, at_sampling, proximal, target and reference. The one place where this is decided.
+
+    In bypass the proximal policy is the behaviour policy, and an interpolated one is made of that and the target: then it isn't among them.
+    """
+    objective, gate, penalty = config.objective, gate_of(config.objective), config.kl
+    read = {"target"}.union(*(effective_ratio(ratio, config).policies for ratio in ratios_of(config)))
+    if "at_sampling" in read:
+        read.add("proximal")  # which it is for tokens of the present weights
     if penalty.coefficient > 0:
         read.add(penalty.anchor)
     if (config.veto is not None and config.veto.quantity == "probability") or config.modulation.probability_below is not None:
@@ -194,6 +199,11 @@ def policies_read(config: CorrectionSettings) -> frozenset[str]:
 def uses_proximal(config: CorrectionSettings) -> bool:
     """True if some part compares with the proximal policy; otherwise a forward for it would be for nothing."""
     return "proximal" in policies_read(config)
+
+
+def needs_logprobs_at_sampling(config: CorrectionSettings) -> bool:
+    """True if some part tells mismatch and staleness apart, for which earlier weights have to say what they make of their tokens."""
+    return "at_sampling" in policies_read(config)
 
 
 def needs_reference_logprobs(config: CorrectionSettings) -> bool:

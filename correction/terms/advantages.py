@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,27 @@ def group_advantages(
         over_best = temperature * (_group_sums(((values - best) / temperature).exp(), group) / size).log()
         centred = values - best - over_best
     return centred.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
+
+
+def turn_advantages(rewards: Tensor, rollout_ids: Tensor, group_ids: Tensor, **how: Any) -> Tensor:
+    """Advantage of each turn: the sum of its own and all later turns' rewards in its rollout, each less the mean and over the standard
+    deviation of the rewards of all turns of the group. With one reward a rollout it is that of `group_advantages`.
+
+    Args:
+        rewards: [U] float, of U turns; those of a rollout lie together, in order.
+        rollout_ids: [U] int; equal ids are one rollout. group_ids: [U] int, of its group.
+        how: as of group_advantages; estimator: grpo, or grpo_no_std.
+    Returns: [U], as group_advantages.
+    Raises: DataError as that, or if the turns of a rollout don't lie together.
+    Source: Shao et al. (2024), DeepSeekMath, arXiv 2402.03300, section 4.1.3: process supervision RL with GRPO.
+    """
+    normalised = group_advantages(rewards, group_ids, **how)
+    _, rollout, turns = torch.unique_consecutive(rollout_ids, return_inverse=True, return_counts=True)
+    if rollout_ids.shape != rewards.shape or len(turns) != len(torch.unique(rollout_ids)):
+        raise DataError("turn_advantages: rollout_ids must be [U], as rewards, and the turns of a rollout lie together, in order")
+    values = normalised.double()
+    until = values.cumsum(0)
+    return (until[(turns.cumsum(0) - 1)[rollout]] - until + values).to(normalised.dtype)
 
 
 def _group_sums(values: Tensor, group: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from .ratios import LOG_RATIO_LIMIT
 
 COMPLEMENT_FLOOR = 2.0**-25
 """Least probability of "any other token": a float32 logprob that rounds to 0 says no more than 1 - p < 6e-8."""
+CPU_CHUNK = 2**16
+"""Tokens whose numbers stay in a processor's cache, which more than halves the time of what has many of them."""
 
 
 class Estimator(enum.StrEnum):
@@ -62,10 +64,25 @@ def binary_kl(first: Tensor, second: Tensor) -> Tensor:
         first, second: [N] logprobs, each <= 0.
     Source: Trust Region (arXiv 2602.04879); KPop takes the larger of both directions.
     """
+    less, _, ratio, apart = _binary_parts(first, second)
+    return torch.addcmul(ratio, less, apart).clamp(min=0)
+
+
+def binary_kl_max(first: Tensor, second: Tensor) -> Tensor:
+    """[N] float64: the larger of the binary KLs of both directions. Args: as for `binary_kl`."""
+    found = []
+    for some, others in zip(torch.split(first, CPU_CHUNK), torch.split(second, CPU_CHUNK), strict=True):
+        less, less_other, ratio, apart = _binary_parts(some, others)
+        found.append(torch.maximum(torch.addcmul(ratio, less, apart), -torch.addcmul(ratio, less_other, apart)))
+    return torch.cat(found).clamp_(min=0)
+
+
+def _binary_parts(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[N] float64 each: p - 1, p' - 1, x = log(p/p') and x - log((1-p)/(1-p')); KL(p || p') is x + (p - 1)(x - log((1-p)/(1-p')))."""
     log_p, log_other = first.double(), second.double()
-    rest = (-torch.expm1(log_p)).clamp(min=COMPLEMENT_FLOOR)  # 1 - p without cancellation near p = 1
-    rest_other = (-torch.expm1(log_other)).clamp(min=COMPLEMENT_FLOOR)
-    return (log_p.exp() * (log_p - log_other) + rest * (rest.log() - rest_other.log())).clamp(min=0)
+    less, less_other = (torch.expm1(one).clamp(max=-COMPLEMENT_FLOOR) for one in (log_p, log_other))  # no cancellation near p = 1
+    ratio = log_p - log_other
+    return less, less_other, ratio, ratio - (less / less_other).log()
 
 
 def topk_table(topk_ids: Tensor, topk_logprobs: Tensor, token_ids: Tensor, sampled_logprobs: Tensor) -> Tensor:

@@ -33,6 +33,30 @@ def leveled_log_ratio(target: Tensor, anchor: Tensor, mask: Tensor, segments: Se
     return segments.spread(unit) + (log_ratio - log_ratio.detach())
 
 
+def prefix_log_ratio(log_ratio: Tensor, sequences: Segments) -> Tensor:
+    """[N] log of the product of the ratios up to each token, with the gradient of the token's own alone.
+
+    Args:
+        log_ratio: [N] nats, with gradient, 0 outside the mask; each is cut to +-20 first.
+    Source: CTPO (arXiv 2605.07331), in the form of its authors' code.
+    """
+    own = log_ratio.detach()
+    prefix = sequences.running(own.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).to(own.dtype)
+    return prefix + (log_ratio - own)
+
+
+def prefix_clip(
+    mask: Tensor, sequences: Segments, *, log_low: float, log_high: float, log_dual: float, power: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clip of each token's prefix, ([N] low, [N] high) as distances from 1 and [N] largest ratio where A < 0, all float64.
+
+    Of the answer's n-th trained token their logs are -log_low n^power, log_high n^power and log_dual n^power.
+    Source: CTPO (arXiv 2605.07331): the log of a product of n ratios scatters as the root of n.
+    """
+    scale = sequences.running(mask).clamp(min=1).pow(power)
+    return -(-log_low * scale).expm1(), (log_high * scale).expm1(), (log_dual * scale).exp()
+
+
 def relaxed_clip(behavior: Tensor, low: float, high: float, *, below: float, ends: str) -> tuple[Tensor, Tensor]:
     """Clip of each token, ([N] low, [N] high) as distances from 1: infinite where the behaviour policy found the token rare.
 
@@ -83,13 +107,13 @@ def clipped_loss(
     *,
     clip_low: Tensor | float = 0.2,
     clip_high: Tensor | float = 0.2,
-    dual_clip: float | None = None,
+    dual_clip: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PPO's max(-A x, -A clip(x, 1 - clip_low, 1 + clip_high)); with dual_clip never above -A dual_clip where A < 0.
 
     Args:
         log_ratio: [N] nats, with gradient; cut to +-20 first, where the gradient ends too.
-        clip_low, clip_high: distances from 1, both numbers or both [N] (`relaxed_clip`).
+        clip_low, clip_high: distances from 1, both numbers or both [N] (`relaxed_clip`); dual_clip: a number or [N].
     Returns: (loss [N], is_clipped [N]): clipped means that the bounded term is strictly larger, so zero advantage never counts.
     Source: PPO (arXiv 1707.06347); clip-higher: DAPO (2503.14476); dual clip: arXiv 1912.09729, whose constant is 3.
     """

@@ -2,7 +2,8 @@
 
 Three ratios, each written numerator over denominator:  rho = proximal / behaviour (mismatch and staleness),
 r = target / proximal (drift),  q = target / behaviour = rho * r.  The proximal policy, the anchor of the trust region, is a choice of
-three. Not here: what is done with the ratios.
+three. With a fourth policy, the learner's at the weights that sampled a token, rho is told apart: mismatch = at_sampling / behaviour,
+staleness = proximal / at_sampling (arXiv 2605.12070). Not here: what is done with the ratios.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ class Logprobs:
     """[N] log pi_prox."""
     target: Tensor | None
     """[N] log pi_theta."""
+    at_sampling: Tensor | None = None
+    """[N] log pi_v: the learner's at the weights that sampled the token."""
 
     def pair(self, ratio: Ratio) -> tuple[Tensor, Tensor]:
         """(numerator, denominator) of a ratio.
 
         Raises: ValueError if one of the two is not known yet; the caller has mistaken a late part for an early one.
         """
-        numerator = self.proximal if ratio is Ratio.RHO else self.target
-        denominator = self.proximal if ratio is Ratio.R else self.behavior
+        numerator, denominator = (getattr(self, policy) for policy in ratio.policies)
         if numerator is None or denominator is None:
             raise ValueError(f"ratio {ratio.value} needs a policy that is only known inside the training forward")
         return numerator, denominator

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..settings.choices import AdvantageSign, RejectionLevel, Statistic
-from .divergence import Estimator, binary_kl, estimate, table_kl, table_tv, topk_table, total_variation
+from .divergence import Estimator, binary_kl, binary_kl_max, estimate, table_kl, table_tv, topk_table, total_variation
 from .segments import Segments, masked
 
 MOST = 0.9
@@ -26,19 +26,18 @@ def token_statistic(statistic: Statistic, numerator: Tensor, denominator: Tensor
         numerator, denominator: [N] logprobs of the sampled token.
     Raises: ValueError for a top-K statistic, which needs more than the sampled token: see `topk_statistic`.
     """
-    log_ratio = masked(numerator - denominator, mask)
     if statistic in (Statistic.RATIO, Statistic.SECOND_MOMENT):
-        return log_ratio
+        return masked(numerator - denominator, mask)
     if statistic in (Statistic.K1, Statistic.K2, Statistic.K3):
-        return estimate(log_ratio, Estimator(statistic.value))
+        return estimate(masked(numerator - denominator, mask), Estimator(statistic.value))
     # A masked position may hold anything: both policies become the same there, and the divergence 0.
-    numerator, denominator = torch.where(mask, numerator, -1), torch.where(mask, denominator, -1)
+    numerator, denominator = masked(numerator, mask), masked(denominator, mask)
     if statistic is Statistic.BINARY_TV:
         return total_variation(denominator, numerator)
     if statistic is Statistic.BINARY_KL:
         return binary_kl(denominator, numerator)
     if statistic is Statistic.BINARY_KL_MAX:
-        return torch.maximum(binary_kl(denominator, numerator), binary_kl(numerator, denominator))
+        return binary_kl_max(denominator, numerator)
     raise ValueError(f"{statistic.value} is not a function of the sampled token's logprobs alone")
 
 
@@ -134,15 +133,15 @@ def second_moment_keep(log_ratio: Tensor, mask: Tensor, *, budget: float, is_ope
         is_open: the mean has to be under the budget; least: tokens that always stay.
     Source: M2PO (arXiv 2510.01161), Algorithm 1; AReaL's rule is open, and always leaves one.
     """
-    moments = torch.where(mask, log_ratio.double().square(), torch.inf)
-    order = moments.argsort(stable=True)
-    count = int(mask.sum())
-    if count == 0:
-        return mask.clone()
-    means = moments[order[:count]].cumsum(0) / torch.arange(1, count + 1, device=mask.device)
-    kept = max(int(((means < budget) if is_open else (means <= budget)).sum()), least)  # running means of a rising sequence rise: a prefix
-    keep = torch.zeros_like(mask)
-    keep[order[:kept]] = True
+    moments = log_ratio.double().square()
+    keep = mask & ((moments < budget) if is_open else (moments <= budget))  # so is their mean: only the others are in doubt, mostly few
+    doubtful = (mask & ~keep).nonzero().squeeze(1)
+    rising, order = moments[doubtful].sort(stable=True)
+    count = int(keep.count_nonzero())
+    counts = torch.arange(count + 1, count + 1 + doubtful.numel(), device=mask.device)
+    means = (masked(moments, keep).sum() + rising.cumsum(0)) / counts
+    more = int(((means < budget) if is_open else (means <= budget)).sum())  # means of a rising sequence rise: these are its first ones
+    keep[doubtful[order[: max(more, least - count)]]] = True
     return keep
 
 
@@ -160,15 +159,14 @@ def veto_keep(values: Tensor, mask: Tensor, segments: Segments, *, lower: float 
     return ~segments.spread(segments.any(bad))
 
 
-def narrow_bounds(label: str, level: RejectionLevel | None, share: float, log_ratio: Tensor) -> str:
+def narrow_bounds(label: str, level: RejectionLevel | None, share: float, mean: float) -> str:
     """One sentence for a criterion that rejects MOST of a batch, which then teaches little.
 
     Args:
         label, level: of the criterion; the veto has no level.
         share: rejected, of the tokens that it looked at.
-        log_ratio: [n] log of proximal / behaviour of the trained tokens (nats); over tokens of mu its mean is minus their KL.
+        mean: of the log of the criterion's ratio (nats) over the trained tokens; of rho it is minus their KL, over tokens of mu.
     """
-    mean = float(log_ratio.double().mean()) if log_ratio.numel() else math.nan
     reason = ""
     if level is RejectionLevel.GEOMETRIC:
         reason = f": geometric means lie round {math.exp(mean):.4f}, long answers closely"

@@ -1,6 +1,6 @@
 """Reductions over ragged runs of tokens: one token, one model turn, one sequence or one group at a time.
 
-Every part of the correction works at a level. `Segments` gives all levels the same four verbs (sum, mean, maximum,
+Every part of the correction works at a level. `Segments` gives all levels the same verbs (sum, running, mean, maximum,
 spread), so that no caller asks which level it has. Sums run in float64: a sequence of 65,536 float32 terms added one by
 one would lose three digits. Nothing here loops over sequences in Python, and nothing carries a gradient.
 
@@ -45,6 +45,14 @@ class Segments:
             return values.new_zeros(self.count, dtype=torch.float64)
         return torch.segment_reduce(values.double(), "sum", offsets=self.offsets, initial=0)
 
+    def running(self, values: Tensor) -> Tensor:
+        """[N] float64: sums of values [N] from the first token of each token's unit up to itself, or counts of a mask."""
+        if self.offsets is None:
+            return values.double()
+        total = values.new_zeros(self.num_tokens + 1, dtype=torch.float64)
+        torch.cumsum(values, 0, dtype=torch.float64, out=total[1:])
+        return total[1:] - self.spread(total[self.offsets[:-1]])
+
     def maximum(self, values: Tensor) -> Tensor:
         """[U] largest value of each unit; -inf for an empty unit."""
         if self.offsets is None:
@@ -54,8 +62,8 @@ class Segments:
         return torch.segment_reduce(values, "max", offsets=self.offsets, initial=-torch.inf)
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
-        """[U] float64 means over the tokens in mask; 0 where a unit has none. Values outside the mask are not looked at."""
-        return self.sum(masked(values, mask)) / self.sum(mask).clamp(min=1)
+        """[U] float64 means over the tokens in mask of values [N] that are 0 outside of it; 0 where a unit has none."""
+        return self.sum(values) / self.sum(mask).clamp(min=1)
 
     def any(self, mask: Tensor) -> Tensor:
         """[U] bool: some token of the unit is in the mask."""

@@ -34,6 +34,7 @@ from evenkeel.doctor.surroundings import loopback_obstacle, variables_here
 from evenkeel.engines.machine import has_cuda
 from evenkeel.plan.layouts import GPUS_PER_NODE, Gpus
 from evenkeel.plan.shape import ModelShape
+from evenkeel.rollout.config import EnvironmentConfig, FunctionReward
 from evenkeel.rollout.engine_settings.engine_capabilities import has_plugin
 from evenkeel.rollout.module_path import taken_names
 
@@ -201,10 +202,10 @@ def paper_facts(
     closed = "" if is_resumed or os.access(there, os.W_OK) else str(there)
     largest, free = len(gpus) or GPUS_PER_NODE, shutil.disk_usage(there).free
     known = PaperFacts(shape, gpus, gpus_per_node=largest, disk_free=free, closed_folder=closed, host_bytes=host)
-    start = getattr(config.rollout.reward, "folder", None) or Path.cwd()
+    own_code = [entry.environment or entry.reward for entry in config.rollout.entries]
+    starts = dict.fromkeys(one.folder or Path.cwd() for one in own_code if isinstance(one, EnvironmentConfig | FunctionReward))
     first = {Path(folder).absolute() for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
-    is_last = config.rollout.reward.kind == "function" and start not in first
-    taken = [str(start / name) for name in taken_names(start)] if is_last else []
+    taken = [str(start / name) for start in starts if start not in first for name in taken_names(start)]
     before = [folder / name for folder in sorted(first) for name in taken_names(folder)]
     stand_ins = [str(path) for path in before if path.stem in sys.stdlib_module_names]
     return replace(known, taken_names=tuple(taken), stand_ins=tuple(stand_ins))

@@ -23,7 +23,7 @@ from evenkeel.doctor.facts import Complaint, PaperFacts, Severity
 from evenkeel.doctor.memory_rules import gib, on_gpus
 from evenkeel.engines.float8_format import BLOCK
 from evenkeel.learner.model_fit import layout_obstacles, setting_obstacles
-from evenkeel.plan.hosts import OF_ENGINES, OF_LEARNER, checkpoint_bytes, hosts
+from evenkeel.plan.hosts import EARLIER, OF_ENGINES, OF_LEARNER, checkpoint_bytes, hosts
 from evenkeel.plan.layouts import Gpus
 from evenkeel.plan.shape import ModelShape
 from evenkeel.rollout.engine_settings import engine_ranks
@@ -249,10 +249,11 @@ def engine_ranks_divide_the_model(facts: PaperFacts, config: RunConfig) -> Itera
 
 
 def prompts_have_room(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    try:
-        _ = config.rollout.longest_prompt
-    except ConfigError as error:
-        yield Complaint.refusal(error)
+    for entry in config.rollout.entries:
+        try:
+            config.rollout.longest_prompt(entry)
+        except ConfigError as error:
+            yield Complaint.refusal(error)
 
 
 def run_folder_can_be_made(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
@@ -275,7 +276,8 @@ def disk_holds_the_checkpoints(facts: PaperFacts, config: RunConfig) -> Iterator
 
 
 def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:
-    """For one machine. A failure if what a CPU holds all the time is too much: weights, gradients and optimizer."""
+    """For one machine. A failure if what it holds all the time is too much: on a CPU weights, gradients and optimizer, and in any case the
+    copies of earlier weights."""
     if facts.host_bytes is None:
         return
     (host,) = hosts(facts.shape, config, gpus_per_node=gpus_asked(config), nodes=1, gpu_bytes=min(facts.gpus, default=0))
@@ -283,8 +285,13 @@ def host_holds_the_run(facts: PaperFacts, config: RunConfig) -> Iterator[Complai
         outside = " outside its GPUs" if "cuda" in (config.learner.resolved_device, config.rollout.engine.resolved_device) else ""
         text = f"the run takes up to {gib(host.total)} of the {gib(facts.host_bytes)} that this machine or container has{outside}: {host}"
         engines = host.parts[OF_ENGINES] * config.rollout.workers / config.rollout.most_workers  # an elastic pool need not grow
-        is_certain = host.parts[OF_LEARNER] + engines > facts.host_bytes
-        yield Complaint("fail" if is_certain else "warn", text, f"Take a smaller model. {LESS}" if is_certain else LESS)
+        least, earlier = host.parts[OF_LEARNER] + engines, host.parts[EARLIER]
+        remedy = f"Take a smaller model. {LESS}" if least > facts.host_bytes else LESS
+        if earlier:
+            remedy = (
+                f"Lower max_staleness, of whose versions copies are kept, or take a correction on rho and monitor.split_every: 0. {LESS}"
+            )
+        yield Complaint("fail" if least + earlier > facts.host_bytes else "warn", text, remedy)
 
 
 def names_are_not_taken(facts: PaperFacts, config: RunConfig) -> Iterator[Complaint]:

@@ -13,6 +13,7 @@ from evenkeel.actors.settings.devices import held_by
 from evenkeel.correction.errors import counted
 from evenkeel.plan.memory import cache_token_bytes, engine_memory, state_bytes
 from evenkeel.plan.shape import ModelShape
+from evenkeel.rollout.config import SamplingConfig
 
 PACKED = 8 + 1 + 4 + 4 + 4 + 4  # ids, loss mask, behaviour logprobs, advantages, versions, proximal logprobs
 """Bytes of a PackedBatch for each token, by the types of its fields (correction/batch.py); it says only where its wide fields are."""
@@ -73,14 +74,24 @@ def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def wide_bytes(shape: ModelShape, config: RunConfig, *, id_bytes: int = 4) -> int:
-    """Bytes of a token's wide fields (correction/wide.py), its most likely alternatives and its experts, where the run wants them.
+    """Bytes of a token's wide fields (correction/wide.py), its most likely alternatives, its kept set and its experts, where the run wants
+    them.
 
     Args: id_bytes: of a token's id: 4 in the object store, 8 where a rank computes with it.
     """
     from evenkeel.correction.settings.schedule import needs_topk
 
     routes = shape.layers * shape.experts_per_token * (1 if shape.experts <= 256 else 2)
-    return needs_topk(config.correction) * (id_bytes + 4) + (routes if config.learner.routing_replay != "none" else 0)
+    top = needs_topk(config.correction) * (id_bytes + 4)
+    return top + kept_set_bytes(shape, config.rollout.sampling) + (routes if config.learner.routing_replay != "none" else 0)
+
+
+def kept_set_bytes(shape: ModelShape, sampling: SamplingConfig) -> int:
+    """Bytes of a token's kept set, 32-bit ids and their number: under top_k alone so many, else KEPT_SET at most; 0 where there is none."""
+    if not sampling.is_partial:
+        return 0
+    largest = min(sampling.top_k or shape.vocabulary, shape.vocabulary)
+    return 4 + 4 * (largest if set(sampling.request) == {"top_k"} else min(largest, KEPT_SET))
 
 
 def batch_tokens(shape: ModelShape, config: RunConfig) -> int:
@@ -114,6 +125,9 @@ def receiving_bytes(shape: ModelShape, config: RunConfig) -> int:
     return max(2 * min(version, sync.bucket_bytes), largest_tensor(shape, config))
 
 
+KEPT_SET = 64
+"""Tokens of a kept set, mean of a batch's tokens, where top_p or min_p bounds it: an assumption. Trained models have fewer at top_p 0.95; a
+run's own are in length/kept_set_tokens."""
 DIAGNOSED = 105
 """Bytes a token of a batch that the service takes for a while, besides what is counted: benchmarks/control_plane_actors.py found it 330 MiB
 larger with two batches of 1.55 million tokens (223 bytes for each token of one of them), of which 118 are counted below."""
@@ -126,6 +140,8 @@ BATCHES, FOR_CHECKPOINTS = "batches in the object store", "answers, fetched to t
 ANSWERS = "answers in the object store"
 OF_LEARNER, OF_ENGINES = "weights, gradients and optimizer", "engines' weights"
 """Parts of sides that compute on the CPU, where they are all the time."""
+EARLIER = "earlier weights"
+"""Copies of versions by which stale tokens' mismatch and staleness are told apart, all the time, too."""
 TRANSFERS = 2
 """Buckets of weights that an engine has in shared memory at the same time."""
 
@@ -210,7 +226,7 @@ def of_learner(shape: ModelShape, config: RunConfig, ranks: int) -> dict[str, in
         OF_LEARNER: ranks * max(sum(state_bytes(shape, learner, stage)) for stage in stages) if on_cpu else 0,
         "copy for a checkpoint": copies,
         "reference policy": weights if config.needs_reference else 0,
-        "earlier weights (monitor.split_every)": config.earlier_weights * weights,
+        EARLIER: config.earlier_weights * weights,
         "versions in the object store": STORED_VERSIONS * moved.version,
         "page-locked bucket": page_locked(largest_bucket(shape, config)) if learner.resolved_device == "cuda" else 0,
         "batch, and the ranks' shares": batch + batch * ranks // learner.world_size,

@@ -1,12 +1,14 @@
 """The rows that the model must read to predict the trained tokens of a batch: no more, and a group's prompt only once.
 
 A sequence is read up to the token before its last trained one; later tokens predict nothing that is trained. Sequences of one group
-that begin with the same tokens share a prefix: it is read once, and each of them goes on from there.
+that begin with the same tokens share a prefix: it is read once, and each of them goes on from there. A prefix may hold trained tokens, of
+the one sequence that sampled them, where a rollout has several sequences.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -110,8 +112,9 @@ class ModelInputs:
 def find_shared_prefixes(batch: PackedBatch, *, share_prompts: bool) -> list[SharedPrefix]:
     """The prefixes that a batch's sequences share, each sequence in exactly one, with the rows that it takes to read them.
 
-    Only tokens before the first trained one are shared, and only among members of one group whose tokens are equal. Routed experts must be
-    equal too, if the batch has them or their keys: a prompt that was prefilled at two weight versions was routed twice.
+    Tokens are shared only among members of one group whose tokens are equal, and, but for rollouts of several sequences, only those before
+    the first trained one. Routed experts must be equal too, if the batch has them or their keys: a prompt that was prefilled at two weight
+    versions was routed twice.
     Raises: DataError if the loss mask holds a sequence's first token, which nothing predicts.
     """
     lengths, prompts = _extents(batch)
@@ -125,18 +128,37 @@ def find_shared_prefixes(batch: PackedBatch, *, share_prompts: bool) -> list[Sha
             groups[group].append(i)
         else:  # nothing is trained in it
             prefixes.append(SharedPrefix.alone(i, lengths[i]))
+    rollouts = range(batch.num_sequences) if batch.rollout_ids is None else batch.rollout_ids.tolist()
+    sizes = Counter(rollouts)
     for members in groups.values():
-        texts = [token_ids[starts[i] : starts[i] + prompts[i]] for i in members]
+        has_branches = any(sizes[rollouts[i]] > 1 for i in members)
+        ends = {i: lengths[i] if sizes[rollouts[i]] > 1 else prompts[i] for i in members}
+        texts: dict[int, list[Any]] = {i: token_ids[starts[i] : starts[i] + ends[i]] for i in members}
         if keys is not None:
-            texts = [list(zip(text, keys[i], strict=False)) for i, text in zip(members, texts, strict=True)]
+            texts = {i: list(zip(text, keys[i], strict=False)) for i, text in texts.items()}
         elif batch.routed_experts is not None:
-            texts = [_with_routes(text, batch.routed_experts[starts[i] :]) for i, text in zip(members, texts, strict=True)]
-        shared = _common_length(texts)
-        if (len(members) - 1) * shared > LEAST_SAVED * sum(lengths[i] for i in members):
-            prefixes.append(SharedPrefix(tuple(members), shared, tuple(lengths[i] - shared for i in members)))
-        else:
-            prefixes += [SharedPrefix.alone(i, lengths[i]) for i in members]
+            texts = {i: _with_routes(text, batch.routed_experts[starts[i] :]) for i, text in texts.items()}
+        for part, shared in _parts(members, texts)[1] if has_branches else [(members, _common_length(list(texts.values())))]:
+            if (len(part) - 1) * shared > LEAST_SAVED * sum(lengths[i] for i in part):
+                prefixes.append(SharedPrefix(tuple(part), shared, tuple(lengths[i] - shared for i in part)))
+            else:
+                prefixes += [SharedPrefix.alone(i, lengths[i]) for i in part]
     return prefixes
+
+
+def _parts(members: Sequence[int], texts: Mapping[int, list[Any]]) -> tuple[int, list[tuple[Sequence[int], int]]]:
+    """Tokens saved, and the parts of a group that share a prefix, with its length: all of it, or else, if that saves more, parts of those
+    that go on alike, and so on."""
+    shared = _common_length([texts[i] for i in members])
+    together = (len(members) - 1) * shared
+    by_next = defaultdict(list)
+    for i in members:
+        by_next[texts[i][shared] if shared < len(texts[i]) else None].append(i)
+    if len(by_next) == 1 or len(by_next) == len(members):
+        return together, [(members, shared)]
+    parts = [_parts(part, texts) for part in by_next.values()]
+    apart = sum(saved for saved, _ in parts)
+    return (apart, [one for _, found in parts for one in found]) if apart > together else (together, [(members, shared)])
 
 
 def _extents(batch: PackedBatch) -> tuple[list[int], list[int]]:

@@ -18,6 +18,7 @@ more tables of c V in forward.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evenkeel.engines.machine import CACHED
-from evenkeel.engines.operators import head_logits, log_softmax
+from evenkeel.engines.operators import head_logits, log_softmax, restrict
 
 _Values = tuple[Tensor, Tensor, Tensor]
+Kept = tuple[Tensor, Tensor]
+"""Counts [M] and ids [sum of counts] of kept sets, as PackedBatch's kept_counts and kept_ids."""
+# Stands for minus infinity where it is multiplied by a probability of 0.
+_LEAST = -1e30
 
 
 def head_logprobs(
@@ -41,6 +46,7 @@ def head_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk_tokens: int = 1024,
     batch_invariant: bool = False,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that distribution; both differentiable.
 
@@ -51,6 +57,8 @@ def head_logprobs(
         vocab_size: real tokens; rows of the head beyond it are padding and take no part.
         group: ranks that hold the other rows; None: this rank holds all.
         batch_invariant: compute the logprobs as a batch-invariant sampler does; the logits of all ranks are then on each.
+        kept: the kept set of each position, over which its softmax is. A target outside of it has a logprob of minus infinity, through
+            which no gradient may come.
     Returns: float32 logprobs in the shape of targets, and [M] float32 entropies, in nats.
     """
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
@@ -61,7 +69,7 @@ def head_logprobs(
     if real_rows < weight.shape[0]:  # a slice of everything would copy the gradient
         weight = weight[:real_rows]
     results: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own lack of types
-        hidden, weight, columns, temperature, start, group if ranks > 1 else None, chunk_tokens, batch_invariant
+        hidden, weight, columns, temperature, start, group if ranks > 1 else None, chunk_tokens, batch_invariant, kept
     )
     logprobs, entropies = results
     return logprobs.view(targets.shape), entropies
@@ -84,6 +92,7 @@ class _HeadLogprobs(torch.autograd.Function):
         group: Any,
         chunk_tokens: int,
         batch_invariant: bool,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         entropies, normalizers = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(2))
@@ -91,30 +100,33 @@ class _HeadLogprobs(torch.autograd.Function):
         log_p = None
         for chunk in _chunks(count, chunk_tokens):
             del log_p  # before the next chunk's logits come
+            sets = _sets_of(kept, chunk)
             if batch_invariant:
-                values, log_p = _batch_invariant_values(hidden[chunk], weight, targets[chunk], temperature, group), None
+                values, log_p = _batch_invariant_values(hidden[chunk], weight, targets[chunk], temperature, group, sets), None
             else:
-                values, log_p = _values(hidden[chunk], weight, targets[chunk], temperature, start, group)
+                values, log_p = _values(hidden[chunk], weight, targets[chunk], temperature, start, group, sets)
             logprobs[chunk], entropies[chunk], normalizers[chunk] = values
         ctx.last_log_p = log_p  # backward begins with this chunk, so that it needn't be computed again
-        ctx.save_for_backward(hidden, weight, targets, normalizers, entropies)
+        ctx.save_for_backward(hidden, weight, targets, normalizers, entropies, *(kept or ()))
         ctx.settings = temperature, start, group, chunk_tokens, batch_invariant
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalizers, entropies = ctx.saved_tensors
+        hidden, weight, targets, normalizers, entropies, *kept = ctx.saved_tensors
         temperature, start, group, chunk_tokens, batch_invariant = ctx.settings
         logprob_grad, entropy_grad = grads
         hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in reversed(_chunks(hidden.shape[0], chunk_tokens)):
             log_p, ctx.last_log_p = ctx.last_log_p, None
-            if log_p is None and batch_invariant and hidden.dtype != torch.float32:
-                # Its logits were not rounded, so the normalizers belong to no others.
-                log_p = head_logits(hidden[chunk], weight).div(temperature).sub_(normalizers[chunk, None])
-            elif log_p is None:
-                log_p = scaled_logits(hidden[chunk], weight, temperature).sub_(normalizers[chunk, None])
+            if log_p is None:
+                if batch_invariant and hidden.dtype != torch.float32:
+                    # Its logits were not rounded, so the normalizers belong to no others.
+                    log_p = head_logits(hidden[chunk], weight).div(temperature)
+                else:
+                    log_p = scaled_logits(hidden[chunk], weight, temperature)
+                log_p = _restricted(log_p, _sets_of(kept, chunk), start).sub_(normalizers[chunk, None])
             grad = _logits_grad(
                 log_p,
                 entropies[chunk, None],
@@ -130,13 +142,27 @@ class _HeadLogprobs(torch.autograd.Function):
             else:
                 weight_grad += grad.t() @ hidden[chunk]
             del grad  # before the next chunk's logits come
-        return _all_reduce(hidden_grad, group, dist.ReduceOp.SUM), weight_grad.to(weight.dtype), None, None, None, None, None, None
+        return _all_reduce(hidden_grad, group, dist.ReduceOp.SUM), weight_grad.to(weight.dtype), *[None] * 7
 
 
 def _chunks(count: int, size: int) -> list[slice]:
     """At most `size` each; the smaller one, if there is any, is the first."""
     ends = range(count, 0, -size)
     return [slice(max(end - size, 0), end) for end in reversed(ends)]
+
+
+def _sets_of(kept: Sequence[Tensor] | None, rows: slice) -> Kept | None:
+    """The kept sets of some rows."""
+    if not kept:
+        return None
+    counts, ids = kept
+    first = int(counts[: rows.start].sum())
+    return counts[rows], ids[first : first + int(counts[rows].sum())]
+
+
+def _restricted(logits: Tensor, kept: Kept | None, start: int) -> Tensor:
+    """Logits [m, V] of the tokens from `start` on, in place: minus infinity outside of the kept sets."""
+    return logits if kept is None else restrict(logits, *kept, start=start)
 
 
 def _row_blocks(table: Tensor, group: Any = None) -> list[slice]:
@@ -150,23 +176,28 @@ def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return (hidden @ weight.t()).float().div_(temperature)
 
 
-def _values(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, start: int, group: Any) -> tuple[_Values, Tensor]:
+def _values(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, start: int, group: Any, kept: Kept | None
+) -> tuple[_Values, Tensor]:
     """What is computed for a chunk of m rows: [m, C] logprobs of the targets, [m] entropies, [m] log sum exp of the logits over
     temperature; and [m, V] log p."""
-    logits = scaled_logits(hidden, weight, temperature)
+    logits = _restricted(scaled_logits(hidden, weight, temperature), kept, start)
     local, is_local = _local_ids(targets, start, weight.shape[0])
-    blocks = [_normalize(logits[rows], local[rows], is_local[rows], group) for rows in _row_blocks(logits, group)]
+    blocks = [_normalize(logits[rows], local[rows], is_local[rows], group, kept is not None) for rows in _row_blocks(logits, group)]
     logprobs, entropies, normalizers = (torch.cat(values) for values in zip(*blocks, strict=True))
     return (logprobs, entropies, normalizers), logits
 
 
-def _normalize(logits: Tensor, local: Tensor, is_local: Tensor, group: Any) -> _Values:
+def _normalize(logits: Tensor, local: Tensor, is_local: Tensor, group: Any, is_restricted: bool) -> _Values:
     """What `_values` computes, of some rows, [n, V], which become log p in place."""
     largest = _all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
     logits -= largest[:, None]
     target_logits = torch.where(is_local, logits.gather(-1, local), 0.0)
     exponentials = logits.exp()
-    sums = torch.stack([exponentials.sum(-1), (exponentials.mul_(logits)).sum(-1), *target_logits.unbind(-1)])
+    total = exponentials.sum(-1)
+    # 0 times minus infinity, outside of a kept set, is 0; what else is no number is so in the total, too.
+    weighted = exponentials.mul_(logits).nan_to_num_(0.0).sum(-1) if is_restricted else exponentials.mul_(logits).sum(-1)
+    sums = torch.stack([total, weighted, *target_logits.unbind(-1)])
     total, weighted, *columns = _all_reduce(sums, group, dist.ReduceOp.SUM)
     log_total = total.log()
     logits -= log_total[:, None]
@@ -193,7 +224,7 @@ def _logits_grad(
             block.exp_()
             block *= 0.0 if logprob_grad is None else -logprob_grad[rows].sum(-1, keepdim=True)
         else:
-            slope = block.add(entropy[rows]).mul_(entropy_grad[rows])
+            slope = block.add(entropy[rows]).clamp_(min=_LEAST).mul_(entropy_grad[rows])
             if logprob_grad is not None:
                 slope += logprob_grad[rows].sum(-1, keepdim=True)
             block.exp_().mul_(slope).neg_()
@@ -205,16 +236,17 @@ def _logits_grad(
 
 
 def _batch_invariant_values(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None, kept: Kept | None
 ) -> _Values:
     """[m, C] logprobs, bit for bit a batch-invariant sampler's; [m] entropies, and [m] log sum exp of the logits over temperature."""
     logits = head_logits(hidden, weight)
     if group is not None:
         logits = _all_gather_columns(logits, group)
+    logits = _restricted(logits, kept, 0)
     log_p = log_softmax(logits, temperature)
     logprobs = log_p.gather(-1, targets)
     normalizers = logits.gather(-1, targets[:, :1])[:, 0] / temperature - logprobs[:, 0]
-    return logprobs, -(log_p.exp() * log_p).sum(-1), normalizers
+    return logprobs, -(log_p.exp() * log_p.clamp_(min=_LEAST)).sum(-1), normalizers
 
 
 def _local_ids(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -88,6 +88,18 @@ class GuardedOptimizer:
         self._objective: str | None = None
         # Number of updates made before the averages were last restarted.
         self._begun_at = 0
+
+    @torch.no_grad()
+    def set_masters(self, rounded: Iterable[tuple[torch.nn.Parameter, Tensor]]) -> None:
+        """Give the float32 masters of parameters in half precision their weights as they were before they were rounded.
+
+        Masters that begin with rounded weights all stand in the middle between two steps of the rounding: nothing that the model computes
+        with would change before half a step has added up, which in bfloat16 takes a weight of 0.05 ten updates of 1e-5.
+        """
+        for parameter, weight in rounded:
+            place = self._places.get(parameter)
+            if place is not None:  # else all of it is on other data-parallel ranks
+                place.master.copy_(weight.flatten()[place.start : place.start + place.master.numel()].view_as(place.master))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from evenkeel.correction.loss import late_normalizer, policy_loss
 from evenkeel.correction.settings.choices import ProximalSource
 from evenkeel.correction.settings.schedule import fold_obstacle, needs_step_forward
 from evenkeel.correction.settling import settle
+from evenkeel.correction.wide import kept_rows
 from evenkeel.engines import matrix_products
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.model import balance
@@ -77,12 +78,15 @@ def token_values(
 ) -> TokenValues:
     """Logprobs and entropies of the tokens in the loss mask, from the hidden states of a batch's inputs.
 
-    The batch's top-K ids are looked up in the same pass over the vocabulary.
+    The batch's top-K ids are looked up in the same pass over the vocabulary. Of a token with a kept set all is of a softmax over that.
     """
     policy = unwrap(model)
     targets = batch.token_ids[inputs.predicted, None]
     if batch.topk_ids is not None:
         targets = torch.cat([targets, batch.topk_ids[inputs.predicted]], 1)
+    kept = None
+    if batch.kept_counts is not None and batch.kept_ids is not None:
+        kept = batch.kept_counts[inputs.predicted], kept_rows(batch.kept_counts, batch.kept_ids, inputs.predicted)
     dtype = torch.float32 if config.float32_head else policy.head_weight.dtype
     logprobs, entropies = head_logprobs(
         # Megatron's half-precision wrapper widens its output.
@@ -94,6 +98,7 @@ def token_values(
         group=placement.tensor_group,
         chunk_tokens=config.logprob_chunk_tokens,
         batch_invariant=config.batch_invariant,
+        kept=kept,
     )
     blank = logprobs.new_zeros(batch.num_tokens)
     values = TokenValues(blank.index_copy(0, inputs.predicted, logprobs[:, 0]), blank.index_copy(0, inputs.predicted, entropies))
@@ -234,7 +239,7 @@ def _shares_prompts(config: LearnerConfig, placement: Placement) -> bool:
 
 def _whole(corrected: CorrectedBatch, *, trains: bool) -> CorrectedBatch:
     """The batch with the wide fields that its pass reads."""
-    return replace(corrected, batch=corrected.batch.with_wide_fields(routes_only=not trains))
+    return replace(corrected, batch=corrected.batch.with_wide_fields(has_topk=trains))
 
 
 def _share_of_this_rank(

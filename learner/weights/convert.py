@@ -117,15 +117,21 @@ def bind(model: torch.nn.Module, family: ModelFamily, expert_rank: int = 0) -> l
     return bound
 
 
+Rounded = tuple[torch.nn.Parameter, Tensor]
+"""A parameter in half precision, and its weight as the file has it, in float32."""
+
+
 @torch.no_grad()
-def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], placement: Placement) -> None:
+def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], placement: Placement) -> list[Rounded]:
     """Fill the model with HF tensors.
 
     Args:
         read: HF name -> whole tensor.
+    Returns: the parameters that had to be rounded.
     Raises: DataError if a shape is not what config.json says.
     """
     family, heads = family_of(hf_config), HeadShape.of(hf_config)
+    rounded: list[Rounded] = []
     for rule, parameter in bind(model, family, placement.expert_rank):
         weight = to_megatron(rule, [read(name) for name in rule.hf], heads, parameter.shape[0], placement)
         if weight.shape != parameter.shape:
@@ -133,6 +139,9 @@ def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], 
                 f"{' + '.join(rule.hf)}: shape {tuple(weight.shape)} after conversion, but config.json makes {tuple(parameter.shape)} of it"
             )
         parameter.copy_(weight)
+        if weight.dtype.itemsize > parameter.dtype.itemsize:
+            rounded.append((parameter, weight))
+    return rounded
 
 
 Bound = tuple[Rule, torch.nn.Parameter]

@@ -36,8 +36,10 @@ from evenkeel.engines.agreement import Processor
 from evenkeel.engines.contract import DENSE_FAMILIES, expert_count
 from evenkeel.engines.machine import gc_paused
 from evenkeel.engines.weights import WeightBucket, WeightSpec
+from evenkeel.rollout.config import WHOLE_VOCABULARY, Truncation
 from evenkeel.rollout.continuation import continued, is_begun, kept, unanswered, unsampled
 from evenkeel.rollout.engine import weight_transfer
+from evenkeel.rollout.engine.engine_metrics import EngineMetrics, request_histogram
 from evenkeel.rollout.engine.engine_process import CONTROLLER, EngineProcess
 from evenkeel.rollout.engine.heartbeat import SchedulerProbe, kernels_are_compiled, processor_seconds, until_engine_lost
 from evenkeel.rollout.engine.weight_transfer import Receiving, Sending, UpdateCheck
@@ -48,6 +50,7 @@ from evenkeel.rollout.sglang_plugin.hooks import CHECKSUMS, FAILURE, PROCESSOR, 
 from evenkeel.rollout.sglang_plugin.weight_parts import RankParts
 from evenkeel.rollout.trajectory import (
     FinishReason,
+    KeptTokens,
     RoutedExperts,
     SyncReceipt,
     TopLogprobs,
@@ -92,6 +95,7 @@ class RolloutEngine:
         # What each rank holds, if there are several; known after `weight_specs`.
         self._parts: RankParts | None = None
         self._staging = weight_transfer.SharedStaging(config.tensor_parallel, config.copy_threads)
+        self._request_seconds = request_histogram()
         self.silent_s = 0.0
         """Seconds of heartbeat_s that the engine had used up without a sign of life at its last probe."""
         # Response tokens of requests that have ended; and the most known to have been sampled so far.
@@ -107,6 +111,8 @@ class RolloutEngine:
         self._requests = 0
         # SGLang's names of them.
         self._under_way = set[str]()
+        # SGLang's states of those that are handed back: an answer that waited when it was aborted comes without its kept sets.
+        self._aborted: dict[str, Any] = {}
         # Answers under way in each group of ranks.
         self._in_groups = [0] * config.attention_data_parallel
         self.is_leaving = False
@@ -149,6 +155,11 @@ class RolloutEngine:
         return engine
 
     @property
+    def metrics(self) -> EngineMetrics:
+        """For the endpoint of its owner."""
+        return EngineMetrics(self._process.metrics_folder, self._request_seconds)
+
+    @property
     def requests_in_flight(self) -> int:
         return self._requests
 
@@ -177,11 +188,11 @@ class RolloutEngine:
         max_tokens: int,
         prompt_id: str = "",
         temperature: float = 1.0,
-        top_p: float = 1.0,
+        truncation: Truncation = WHOLE_VOCABULARY,
         samples: int = 1,
         seeds: Sequence[int] | None = None,
         topk: int = 0,
-        has_routes: bool = True,
+        is_trained: bool = True,
         stop_ids: Sequence[int] = (),
         ignore_stop: bool = False,
         begun: Sequence[Trajectory] = (),
@@ -191,18 +202,19 @@ class RolloutEngine:
 
         Args:
             prompt_ids: after the chat template.
+            max_tokens: of all that follows the prompt, what `begun` has of it included.
             prompt_id: what the trajectories are to be called after.
             temperature: of the behaviour policy; 0 is greedy, and its logprobs are those of temperature 1.
-            top_p: for answers that nothing is trained on: below 1 tokens come from the likeliest ones that hold this share, while their
-                logprobs stay those of the whole distribution.
+            truncation: of which tokens each is drawn; its logprob is normalised over these.
             samples: answers to this prompt, which is prefilled once, before them (as by SGLang's own n > 1, which can't be aborted).
             seeds: one for each sample, in [0, 2^63): its tokens then depend on the weights, the prompt and the seed alone, as far as the
                 logits do (with batch_invariant to the last bit). Unset: random ones.
             topk: most likely tokens to report at each position, with their logprobs, in addition to the sampled one; see check_topk.
-            has_routes: report routed experts, if the engine was started for them; False for answers that nothing is trained on.
+            is_trained: report what a learner needs beside logprobs: the kept set of each token under a truncation, and routed experts, if
+                the engine was started for them.
             stop_ids: tokens that end an answer, which has them as its last; those of config.json and generation_config.json end it, too.
             ignore_stop: go on to max_tokens whatever is sampled (for checks and benchmarks; answers of a run stop).
-            begun: what another engine has of each sample (rollout.continuation): whole ones stay as they are, others are continued.
+            begun: what there is of each sample (rollout.continuation): whole ones stay as they are, others are continued.
         Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error, and
             after `hand_back` the tokens that are kept of it.
         Raises: DataError for ids or lengths that the engine can't take; RequestError for an answer that can't be used, DeadlineExceeded,
@@ -211,27 +223,42 @@ class RolloutEngine:
         self._check_request(prompt_ids, max_tokens, temperature)
         found = list(begun) or [unsampled(prompt_ids, prompt_id)] * samples
         todo = [i for i, answer in enumerate(found) if is_begun(answer)]
-        sampling = {"temperature": temperature, "top_p": top_p, "ignore_eos": ignore_stop, "stop_token_ids": list(stop_ids)}
-        experts = self._experts if has_routes else None
+        truncation = truncation.of(self.vocab_size)
+        sampling = {"temperature": temperature, "ignore_eos": ignore_stop, "stop_token_ids": list(stop_ids)} | truncation.request
+        experts, has_sets = self._experts if is_trained else None, is_trained and truncation.is_partial
         options: dict[str, Any] = ({"top_logprobs_num": topk} if topk else {}) | ({"return_routed_experts": True} if experts else {})
-        inputs = [[*prompt_ids, *found[i].response_ids] for i in todo]
+        options |= {"return_sampling_mask": True} if has_sets else {}
+        inputs = [found[i].token_ids for i in todo]
+        rooms = [max_tokens + len(prompt_ids) - len(read) for read in inputs]
+        for read, room in zip(inputs, rooms, strict=True):
+            if len(read) > len(prompt_ids):
+                self._check_request(read, room, temperature)
         samplings = [
-            sampling | {"max_new_tokens": max_tokens - len(found[i].response_ids)} | ({"sampling_seed": seeds[i]} if seeds else {})
-            for i in todo
+            sampling | {"max_new_tokens": room} | ({"sampling_seed": seeds[i]} if seeds else {})
+            for i, room in zip(todo, rooms, strict=True)
         ]
         with self._in_a_group(len(todo)) as routed:
-            if len(todo) > 1 and self.config.prefix_cache and not self.is_leaving:
-                await self._request([prompt_ids], [_READ_ONLY], deadline_s, "prefill a shared prompt", **routed)
+            if len(todo) > 1:
+                await self.read(prompt_ids, deadline_s=deadline_s, **routed)
             if not todo or self.is_leaving:
                 return found
             answers = await self._request(inputs, samplings, deadline_s, "generate", **options, **routed)
         self._ended_tokens += sum(len(answer["output_ids"]) for answer in answers)
-        of_answer = partial(trajectory_of, engine_name=self.name, prompt_id=prompt_id, topk=topk, experts=experts)
+        for seconds in (answer["meta_info"].get("e2e_latency") for answer in answers):
+            if seconds is not None:  # what is aborted while it waits has none
+                self._request_seconds.observe(seconds)
+        of_answer = partial(trajectory_of, engine_name=self.name, prompt_id=prompt_id, topk=topk, experts=experts, has_sets=has_sets)
         rests = await in_answer_thread(lambda: list(map(of_answer, answers, inputs)))
         for i, rest in zip(todo, rests, strict=True):
             whole = continued(found[i], rest) if found[i].response_ids else rest
             found[i] = kept(whole, self.lengths.prompt) if self.is_leaving and is_begun(whole) else whole
         return found
+
+    async def read(self, prompt_ids: Sequence[int], *, deadline_s: float | None = None, **routed: int) -> None:
+        """Have the prefix cache hold a prompt with which several requests will begin. Raises: as generate."""
+        if self.config.prefix_cache and not self.is_leaving:
+            self._check_request(prompt_ids, 1, 1.0)
+            await self._request([prompt_ids], [_READ_ONLY], deadline_s, "prefill a shared prompt", **routed)
 
     @contextlib.contextmanager
     def _in_a_group(self, answers: int) -> Iterator[dict[str, int]]:
@@ -251,6 +278,7 @@ class RolloutEngine:
         is in flight."""
         self.is_leaving = True
         while self._requests:
+            self._aborted |= {name: state for name in self._under_way if (state := self._manager.rid_to_state.get(name)) is not None}
             self._manager.abort_request(abort_all=True)
             await asyncio.sleep(_HAND_BACK_S)  # what was on its way to the scheduler meanwhile is aborted next time
 
@@ -311,11 +339,14 @@ class RolloutEngine:
     ) -> list[dict[str, Any]]:
         request_ids = [uuid.uuid4().hex for _ in samplings]
         options |= {"input_ids": [list(token_ids) for token_ids in inputs], "sampling_params": list(samplings)}
-        answers = self._process.engine.async_generate(return_logprob=True, rid=request_ids, **options)
+        answers = self._process.generate(return_logprob=True, rid=request_ids, **options)
         phase = f"{phase}: {max(map(len, inputs))} tokens, sent at weights v{self._version}"
         try:
             self._under_way.update(request_ids)
             result: list[dict[str, Any]] = await self._process.wait(answers, deadline_s, phase)
+            for name, answer in zip(request_ids, result, strict=True):
+                if (state := self._aborted.pop(name, None)) is not None:
+                    answer["meta_info"].setdefault("output_token_sampling_mask", state.output_token_sampling_mask)
             return result
         except BaseException as error:
             if self._process.is_alive:
@@ -691,13 +722,15 @@ def trajectory_of(
     prompt_id: str = "",
     topk: int = 0,
     experts: ExpertShape | None = None,
+    has_sets: bool = False,
 ) -> Trajectory:
     """The engine's answer to one request: without text and reward, and with an error if it was aborted.
 
     Args:
         topk: most likely tokens that were asked for at each position.
         experts: of the model, if routes were asked for.
-    Raises: RequestError if logprobs, version spans or routes do not cover the tokens one to one, or a logprob is not finite.
+        has_sets: kept sets were asked for.
+    Raises: RequestError if logprobs, version spans, kept sets or routes do not cover the tokens one to one, or a logprob is not finite.
     """
     meta = answer["meta_info"]
     response_ids = ids_of(answer["output_ids"])
@@ -720,6 +753,7 @@ def trajectory_of(
         cached_tokens=int(meta.get("cached_tokens", 0)),
         retractions=int(meta.get("num_retractions", 0)),
         top_logprobs=_top_logprobs(meta, len(response_ids), topk, engine_name) if topk else None,
+        kept_tokens=_kept_tokens(meta, response_ids, engine_name) if has_sets else None,
         routed_experts=_routed_experts(meta, len(response_ids), experts, engine_name) if experts and wants_routes else None,
     )
     return unanswered(found) if is_aborted else found
@@ -742,12 +776,22 @@ def _version_spans(meta: dict[str, Any], tokens: int, engine_name: str) -> tuple
 def _top_logprobs(meta: dict[str, Any], tokens: int, topk: int, engine_name: str) -> TopLogprobs:
     rows = meta.get("output_top_logprobs") or ()
     found = TopLogprobs.of(topk, rows)
-    if len(rows) != tokens or len(found.ids) != tokens * topk or not all(map(math.isfinite, found.logprobs)):
+    if len(rows) != tokens or len(found.ids) != tokens * topk or any(map(math.isnan, found.logprobs)):  # outside of a kept set -inf
         raise RequestError(
             f"{engine_name}: {tokens} tokens came with {len(rows)} rows and {len(found.ids)} entries of the top {topk} logprobs, or one is "
-            "not finite: the weights hold a NaN, or SGLang's answer has another form than in 0.5.21"
+            "no number: the weights hold a NaN, or SGLang's answer has another form than in 0.5.21"
         )
     return found
+
+
+def _kept_tokens(meta: dict[str, Any], response_ids: array[int], engine_name: str) -> KeptTokens:
+    rows = meta.get("output_token_sampling_mask") or ()
+    if len(rows) != len(response_ids) or not all(not row or token in row for token, row in zip(response_ids, rows, strict=True)):
+        raise RequestError(
+            f"{engine_name}: {len(response_ids)} tokens came with {len(rows)} kept sets, or a token is not in its own: SGLang's answer has "
+            "another form than in 0.5.21"
+        )
+    return KeptTokens.of(rows)
 
 
 def _routed_experts(meta: dict[str, Any], tokens: int, shape: ExpertShape, engine_name: str) -> RoutedExperts:

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -64,6 +65,8 @@ class EngineProcess:
         self._config = config
         self._engine_id = uuid.uuid4().hex
         self._last_error = Path(tempfile.gettempdir()) / f"evenkeel-{self._engine_id}.error"
+        self.metrics_folder = self._last_error.with_suffix(".metrics")
+        """In which its schedulers keep SGLang's own metrics."""
         # Children that this process had before the engine.
         self._strangers: set[psutil.Process] = set()
         self._loop = asyncio.get_running_loop()
@@ -84,6 +87,7 @@ class EngineProcess:
         Raises: EngineError if SGLang gives up, with its exception, DeadlineExceeded after deadlines.start_s; no process is left.
         """
         started: asyncio.Future[Any] = self._loop.create_future()
+        self.metrics_folder.mkdir()
         self._thread = threading.Thread(target=self._own_engine, args=(arguments, started), name=f"sglang-{self.name}", daemon=True)
         self._thread.start()
         try:
@@ -93,6 +97,13 @@ class EngineProcess:
             self._end.set()
             raise
         self._watch(self.engine)
+
+    async def generate(self, **arguments: Any) -> list[dict[str, Any]]:
+        """SGLang's answers to a batch of requests. Args: arguments: of its GenerateReqInput; Engine.async_generate lacks some of them."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        answers: list[dict[str, Any]] = await anext(self.engine.tokenizer_manager.generate_request(GenerateReqInput(**arguments), None))
+        return answers
 
     async def wait(self, awaitable: Awaitable[T], deadline_s: float, phase: str, *, keep: bool = False) -> T:
         """The awaitable's result, unless the engine is lost or the deadline passes first.
@@ -183,6 +194,7 @@ class EngineProcess:
         # Not validated again: a capture's engine has arguments of SGLang that a recipe may not name.
         settings = PluginSettings.model_construct(engine_id=self._engine_id, last_error=str(self._last_error), engine=self._config)
         environment = {VARIABLE: settings.as_variable(), _MODELS: os.environ.get(_MODELS, served_models.__name__)}
+        environment["PROMETHEUS_MULTIPROC_DIR"] = str(self.metrics_folder)
         if self._config.log_level == "error":
             environment |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}  # dozens of lines about kernels that a CPU has no use for
         if self._config.batch_invariant:  # scores by log_softmax, as sampled tokens have theirs
@@ -242,6 +254,7 @@ class EngineProcess:
                     process.kill()
             psutil.wait_procs(living, timeout=max(0.0, deadline - time.monotonic()))
         self._last_error.unlink(missing_ok=True)
+        shutil.rmtree(self.metrics_folder, ignore_errors=True)
         multiprocessing.active_children()  # its side effect: ended children are reaped
 
 

@@ -37,6 +37,7 @@ RESERVED_ARGUMENTS = {
     "load_format": "nothing: a run's engines get their weights from the learner",
     "quantization": "rollout.engine.quantization",
     "weight_version": "nothing: evenkeel numbers the versions",
+    "sampling_mask_max_tokens": "nothing: kept sets have any size",
     "sampling_backend": "nothing: behaviour logprobs come from evenkeel's sampler",
 }
 """SGLang arguments that evenkeel sets itself, and what to set instead of each."""
@@ -324,6 +325,7 @@ class EngineConfig(Settings):
             "context_length": self.resolved_context,
             "disable_radix_cache": not self.prefix_cache,
             "sampling_backend": "pytorch",  # rollout.sglang_plugin.seeded_sampler answers to this name
+            "sampling_mask_max_tokens": 2**30,  # SGLang's number for no top_k, which it then lets pass; our sampler needs no limit
             "skip_tokenizer_init": True,
             "sleep_on_idle": True,  # an idle scheduler would spin, and take a core from the learner
             "weight_version": str(version),

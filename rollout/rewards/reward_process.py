@@ -1,39 +1,23 @@
-"""What runs in a scoring process: `python -m rollout.rewards.reward_process FD LEASH_FD PARENT_PID`, started and ended by rewards.py.
+"""What runs in a scoring process (limited_processes/child.py), started and ended by rewards.py.
 
-It imports the standard library and what the one scorer needs; never torch. Messages go over a socket of its own, so that a scorer may print
-what it likes; each begins with its length. Requests are pickles; answers are JSON, so that the parent never unpickles what a scorer sends.
-The first message is the specification (`RewardConfig` as a dict), its answer {"ready": true} or {"error": why}. Every further message is a
-request with several completions of one question. Each of them is answered, in order and as soon as it is scored, by {"components": ...} or
-{"error": why}.
-
-A scoring process must never outlive its parent, nor what it has started: the process that is started becomes its guardian
-(reward_guardian.py) and scores in a child, which the kernel kills when the guardian dies, even in the middle of a C function.
+It imports the standard library and what the one scorer needs; never torch. The specification is a `RewardConfig` as a dict. Every further
+message is a request with several completions of one question. Each of them is answered, in order and as soon as it is scored, by
+{"components": ...} or {"error": why}. With at_once above 1 a request has one completion and a number, which its answer has, too.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-import json
 import logging
 import math
-import os
 import pickle
 import re
-import signal
 import socket
-import struct
-import sys
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from evenkeel.rollout.parent_death import adopt_orphans, signal_at_parents_death
-from evenkeel.rollout.rewards.reward_guardian import guard, limit_process
+from evenkeel.rollout.limited_processes.child import LoadError, error_text, import_named, receive, run, send
 
-LENGTH = struct.Struct("!Q")
-"""Size of a message in bytes, which comes before it."""
 SINGLE = "reward"
 """Name of the only component when a reward is a bare number."""
 LARGEST = 1e18
@@ -44,8 +28,6 @@ MOST_PARTS, LONGEST_NAME = 128, 256
 GYM_ENTRY = "reasoning_gym_entry"
 """Column of a row that holds the entry of its reasoning-gym question, as `as_json` writes it."""
 _TUPLE, _SET, _ITEMS = "__tuple__", "__set__", "__items__"
-# Characters that are kept of an exception's text.
-_LONGEST_ERROR = 500
 
 Scorer = Callable[[dict[str, Any]], Any]
 """Takes a request (prompt, completion, answer, metadata), returns a number or a dict of numbers."""
@@ -55,59 +37,39 @@ class NoScoreError(TypeError):
     """A scorer has returned None, as a function does that comes to its end without a return."""
 
 
-class RewardLoadError(Exception):
-    """The scorer can't be set up; the message is for the user."""
-
-
-def main(fd: int, leash: int, parent_pid: int) -> int:
-    """Guard a child that answers requests until the parent closes the socket. Returns: the exit code of either."""
-    connection = socket.socket(fileno=fd)
-    spec = _receive(connection)
-    if spec is None:
-        return 0
-    memory_bytes = None if spec["memory_gib"] is None else int(spec["memory_gib"] * 2**30)
-    adopt_orphans()
-    guardian = os.getpid()
-    scorer = os.fork()
-    if scorer:
-        connection.close()
-        return guard(scorer, leash, parent_pid, memory_bytes)
-    os.close(leash)
-    die_with_parent(guardian)
-    _restore_environment(spec["python_path"])
-    limit_process(memory_bytes)
-    serve(connection, spec)
-    return 0
-
-
 def serve(connection: socket.socket, spec: dict[str, Any]) -> None:
     """Answer requests until the socket is closed."""
+    at_once = spec.get("at_once", 1) > 1
     try:
         score = build_scorer(spec)
-    except RewardLoadError as error:
-        _send(connection, {"error": str(error)})
+    except LoadError as error:
+        send(connection, {"error": str(error)})
         return
-    _send(connection, {"ready": True})
-    while (request := _receive(connection)) is not None:
+    send(connection, {"ready": True})
+    if at_once:
+        _serve_many(connection, score, spec)
+        return
+    while (request := receive(connection)) is not None:
         completions, shared = request.pop("completions"), pickle.dumps(request)
         for completion in completions:  # each meets the metadata as they came, whatever a scorer does to them
-            _send(connection, score_request(score, {**pickle.loads(shared), "completion": completion}))
+            send(connection, score_request(score, {**pickle.loads(shared), "completion": completion}))
 
 
-def _restore_environment(python_path: str | None) -> None:
-    """What a scorer starts looks for modules as it would without evenkeel. Args: python_path: PYTHONPATH there; None: not set."""
-    os.environ.pop("PYTHONSAFEPATH", None)
-    if python_path is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = python_path
+def _serve_many(connection: socket.socket, score: Scorer, spec: dict[str, Any]) -> None:
+    """Answer requests, each with one completion, side by side."""
+    from evenkeel.rollout.limited_processes.answer_calls import answer_calls  # with asyncio, see _awaited
+
+    async def answer(request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"components": components(await score(request))}
+        except NoScoreError as error:
+            return _no_score(error)
+
+    answer_calls(connection, answer, spec, name="the reward", section="rollout.reward")
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL at the death of the thread that started this process (Linux; elsewhere the closed socket ends it)."""
-    signal_at_parents_death(signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the kernel was asked
-        os._exit(1)
+def _no_score(error: NoScoreError) -> dict[str, Any]:
+    return {"error": f"the reward gave no score: {error}", "is_none": True}
 
 
 def score_request(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
@@ -115,24 +77,11 @@ def score_request(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"components": components(score(request))}
     except NoScoreError as error:
-        return {"error": f"the reward gave no score: {error}", "is_none": True}
+        return _no_score(error)
     except MemoryError:
         return {"error": "the reward ran out of memory (rollout.reward.memory_gib)"}
     except Exception as error:
         return {"error": f"the reward raised {error_text(error)}"}
-
-
-def error_text(error: Exception) -> str:
-    """Type of an exception and what it says, not at any length; a class of somebody's own may refuse to say it."""
-    try:
-        return shortened(f"{type(error).__name__}: {error}", _LONGEST_ERROR)
-    except Exception as another:
-        return f"{type(error).__name__}, whose text raised {type(another).__name__}"
-
-
-def shortened(text: str, most: int) -> str:
-    """A text of at most so many characters, and how many were cut off."""
-    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most} more characters are cut off)"
 
 
 def components(value: Any) -> dict[str, float]:
@@ -188,7 +137,7 @@ def _finite(name: str, part: Any) -> float:
 def build_scorer(spec: dict[str, Any]) -> Scorer:
     """The scorer of a specification, with everything imported that it needs.
 
-    Raises: RewardLoadError.
+    Raises: LoadError.
     """
     extract = build_extraction(spec["extraction"])
     score = _SCORERS[spec["kind"]](spec)
@@ -231,7 +180,7 @@ def _reasoning_gym(spec: dict[str, Any]) -> Scorer:
     try:
         dataset = create_reasoning_gym(spec["dataset"], spec["options"], seed=0, size=1)
     except Exception as error:
-        raise RewardLoadError(f"rollout.reward.dataset = {spec['dataset']}: reasoning-gym can't make it: {error}") from error
+        raise LoadError(f"rollout.reward.dataset = {spec['dataset']}: reasoning-gym can't make it: {error}") from error
     if not spec["is_of_rows"]:
         return lambda request: dataset.score_answer(request["completion"], entry=request["metadata"])
 
@@ -280,12 +229,18 @@ def _exact_match(spec: dict[str, Any]) -> Scorer:
 
 
 def _function(spec: dict[str, Any]) -> Scorer:
-    function = _import_function(spec["path"], (spec["folder"] or Path.cwd()).absolute())
+    function = import_named("rollout.reward.path", spec["path"], spec["folder"], "a function")
     wanted = _accepted_names(function, spec["path"])
+    is_alone = spec["at_once"] == 1
+    if not is_alone and not inspect.iscoroutinefunction(function):
+        raise LoadError(
+            f"rollout.reward.at_once = {spec['at_once']}: {spec['path']} is no `async def`, so its calls would come one after the other "
+            "all the same; make it one that awaits what takes time, or leave at_once out and raise rollout.reward.processes"
+        )
 
     def score(request: dict[str, Any]) -> Any:
         result = function(**{name: request[name] for name in wanted})
-        return _awaited(result) if inspect.isawaitable(result) else result
+        return _awaited(result) if is_alone and inspect.isawaitable(result) else result
 
     return score
 
@@ -299,52 +254,6 @@ def _awaited(result: Awaitable[Any]) -> Any:
     return asyncio.run(wait())
 
 
-def _import_function(path: str, folder: Path) -> Callable[..., Any]:
-    """Args: folder: where the module may lie. It comes last: a file there takes the place of no module that something else needs."""
-    module_name, _, attributes = path.partition(":")
-    sys.path.append(str(folder))
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        if taken := _taken_name(module_name, folder):
-            raise RewardLoadError(f"rollout.reward.path = {path}: {taken}") from error
-        raise RewardLoadError(
-            f"rollout.reward.path = {path}: importing {module_name} raised {error_text(error)}; {_remedy(module_name, error, folder)}"
-        ) from error
-    if taken := _taken_name(module_name, folder):
-        raise RewardLoadError(f"rollout.reward.path = {path}: {taken}")
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            near = difflib.get_close_matches(attribute, dir(found), n=1)
-            raise RewardLoadError(
-                f"rollout.reward.path = {path}: {module_name} has no {attribute}" + (f"; did you mean {near[0]}?" if near else "")
-            )
-        found = getattr(found, attribute)
-    if not callable(found):
-        raise RewardLoadError(f"rollout.reward.path = {path} is {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
-
-
-def _taken_name(module_name: str, folder: Path) -> str:
-    """What to do if the module lies in the folder, but another one was imported by its name; empty: it isn't so."""
-    top, base = module_name.partition(".")[0], folder.joinpath(*module_name.split("."))
-    own = next((path for path in (folder / f"{top}.py", folder / top) if path.exists()), None)
-    if own is None or not (base.is_dir() or base.with_name(f"{base.name}.py").is_file()) or (found := sys.modules.get(top)) is None:
-        return ""
-    places = [*getattr(found, "__path__", ()), *filter(None, [getattr(found, "__file__", None)])]
-    if any(Path(place).resolve() == own.resolve() for place in places):
-        return ""
-    return f"by the name {top} Python imports {places[-1] if places else 'a module of its own'}, and never {own}; rename the latter"
-
-
-def _remedy(module: str, error: Exception, folder: Path) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        is_the_module = f"{module}.".startswith(f"{error.name}.")
-        where = f"it isn't in {folder}: start the run where the module lies, or install it"
-        return where if is_the_module else f"install {error.name}, which it imports"
-    return "mend the module"
-
-
 def _accepted_names(function: Callable[..., Any], path: str) -> tuple[str, ...]:
     """Which of the four arguments the function takes."""
     offered = ("prompt", "completion", "answer", "metadata")
@@ -354,7 +263,7 @@ def _accepted_names(function: Callable[..., Any], path: str) -> tuple[str, ...]:
     names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     unknown = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in offered]
     if unknown:
-        raise RewardLoadError(f"rollout.reward.path = {path}: the function asks for {', '.join(unknown)}; it can have {', '.join(offered)}")
+        raise LoadError(f"rollout.reward.path = {path}: the function asks for {', '.join(unknown)}; it can have {', '.join(offered)}")
     return tuple(name for name in names if name in offered)
 
 
@@ -410,40 +319,5 @@ def from_json(value: Any) -> Any:
     return value
 
 
-# --- messages -------------------------------------------------------------------------------------------------------
-
-
-def pack_message(value: Any) -> bytes:
-    """A message to the scoring process as it goes over the socket."""
-    payload = pickle.dumps(value)
-    return LENGTH.pack(len(payload)) + payload
-
-
-def _send(connection: socket.socket, value: dict[str, Any]) -> None:
-    payload = json.dumps(value).encode()
-    connection.sendall(LENGTH.pack(len(payload)) + payload)
-
-
-def _receive(connection: socket.socket) -> Any:
-    """The next message, or None when the parent has closed the socket."""
-    header = _exactly(connection, LENGTH.size)
-    payload = header and _exactly(connection, LENGTH.unpack(header)[0])
-    return pickle.loads(payload) if payload else None
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        chunk = connection.recv(size - len(data))
-        if not chunk:
-            return None
-        data += chunk
-    return bytes(data)
-
-
 if __name__ == "__main__":
-    code = main(*map(int, sys.argv[1:]))
-    if code < 0:  # as the scorer ended
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
-        os.kill(os.getpid(), -code)
-    sys.exit(code)
+    run(serve)

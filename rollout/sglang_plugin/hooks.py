@@ -82,6 +82,7 @@ def register(group_timeout_s: float) -> None:
             kwargs |= {"backend": backend, "pg_options": options}
         return original(*args, **{"timeout": timedelta(seconds=group_timeout_s), **kwargs})
 
+    HookRegistry.register("sglang.srt.managers.scheduler.publish", _with_metrics, HookType.AFTER)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}._add_request_to_queue", _into_current_namespace, HookType.BEFORE)
     HookRegistry.register(f"{scheduler}.record_weight_version_change", _move_waiting, HookType.AFTER)
@@ -105,6 +106,13 @@ def _store_on_its_address(host: str, port: int, rank: int, world_size: int, time
     from evenkeel.engines.rendezvous import rendezvous_store
 
     return rendezvous_store(host, port, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _with_metrics(context: Any, *_: Any, role: str, **__: Any) -> None:
+    """Have a scheduler write SGLang's own metrics (engine_metrics.py). SGLang puts hooks wherever a function was imported: the engine's
+    owner calls this one, too."""
+    if role == "scheduler":
+        context.override("evenkeel", enable_metrics=True)
 
 
 def _no_file(*_: Any, **__: Any) -> None:

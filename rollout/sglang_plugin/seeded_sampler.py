@@ -1,8 +1,10 @@
 """Behaviour logprobs as the learner computes them, and tokens that depend on these and on the request's own seed alone.
 
-Logprobs are log_softmax(logits / temperature) in float32, over the whole vocabulary. SGLang's own sampler returns log(softmax(x)), which
-differs in the last bits and is minus infinity below the smallest float32; its switch SGLANG_RETURN_ORIGINAL_LOGPROB leaves the temperature
-out. Hence a sampler of ours, in SGLang's registry of samplers.
+Logprobs are log_softmax(logits / temperature) in float32, over the whole vocabulary, or over the tokens that top-p, top-k and min-p have
+left of it: the kept set, which is reported with the token. SGLang's own sampler returns log(softmax(x)) of the whole, which differs in the
+last bits and is minus infinity below the smallest float32; its switch SGLANG_RETURN_ORIGINAL_LOGPROB leaves the temperature out; it draws
+from a kept set unseeded, or without min-p, and which of several equal tokens are in it goes by the sort. Hence a sampler of ours, in
+SGLang's registry of samplers. How a kept set goes from there to the answer is SGLang's (return_sampling_mask).
 
 The random number of a token comes from its request's `sampling_seed` and its position, so that neither batch-mates nor retraction change
 what is drawn. SGLang puts seeds into a batch in its deterministic inference only, and there draws by `multinomial_with_seed`: one number
@@ -19,16 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.layers.sampler import Sampler, register_sampler_backend, top_p_normalize_probs_torch
+import torch.nn.functional as F
+from sglang.srt.layers.logits_processor import SamplingMaskOutput, SamplingMaskStatus
+from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
 from evenkeel.engines.machine import SUMMED
+from evenkeel.engines.operators import restrict
 from evenkeel.rollout.sglang_plugin.compiled import compiled
 
 BACKEND = "pytorch"
 """Value of SGLang's `sampling_backend` that selects our sampler; on a CPU SGLang sets this name whatever is asked for."""
 
+LISTED = 128
+"""Likeliest tokens that are sorted to find kept sets; eight times as many as long as a set isn't among them."""
 SOURCE = Path(__file__).with_name("draw.c")
 
 
@@ -102,15 +109,29 @@ class CompiledDraw:
         return tokens
 
 
-def nucleus(probabilities: Tensor, top_ps: Tensor) -> Tensor:
-    """[B, V] float32: rows with a top_p below 1 keep the likeliest tokens that hold this share; other rows stay as they are, bit for bit.
+def kept_sets(probabilities: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor) -> tuple[Tensor, Tensor]:
+    """What top-p, top-k and min-p together leave of each row: a token stays if all three keep it, by its place among the likeliest.
 
-    Training samples, which have a top_p of 1, may be in one batch with those of an evaluation.
+    In the order of falling probability, of equal ones the smaller id first: top-p keeps a token if those before it hold no more than this
+    share of the whole, top-k the first k, min-p those with at least this share of the first one's probability.
     Args:
-        probabilities: [B, V] float32. top_ps: [B] float32 in (0, 1].
+        probabilities: [R, V] float32, of sum 1. top_ps, min_ps: [R] float32; 1 and 0 keep all. top_ks: [R] integers; V or more keeps all.
+    Returns: ids [R, W] int64, and [R] how many of them are kept: the first ones, at least one; 0 of a row that is not finite.
     """
-    (rows,) = torch.where(top_ps < 1)
-    return probabilities.index_copy(0, rows, top_p_normalize_probs_torch(probabilities[rows], top_ps[rows]))
+    words, width = probabilities.shape[-1], LISTED
+    top_ps, top_ks, min_ps = top_ps[:, None], top_ks[:, None], min_ps[:, None]
+    while True:
+        width = min(width, words)
+        ids = probabilities.topk(width).indices.sort(-1).values
+        ordered, places = probabilities.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        before = F.pad(ordered.double().cumsum(-1)[:, :-1], (1, 0))
+        is_likely = ((before <= top_ps) | (top_ps == 1)) & (ordered >= min_ps * ordered[:, :1])
+        counts = (is_likely & (torch.arange(width, device=ids.device) < top_ks)).sum(-1, keepdim=True)
+        # More are listed than kept, and all that are as likely as the last one kept: which of equal ones `topk` lists is its own choice.
+        is_enough = (ordered.gather(-1, (counts - 1).clamp(min=0)) > ordered[:, -1:]) | (counts == 0)
+        if width == words or bool(is_enough.all()):
+            return ids.gather(-1, places), counts[:, 0]
+        width *= 8
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -136,10 +157,58 @@ def _shifted(word: Tensor, bits: int) -> Tensor:
     return shifted
 
 
-class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
-    """Samples from exp(logprobs) of the very logprobs that it reports; of a request of an evaluation with top_p below 1 from a part of it.
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptRows:
+    """The kept sets of those rows of a batch that have one."""
 
-    Batches of greedy requests alone, and sampling masks, stay SGLang's.
+    rows: Tensor
+    """[R] int64 of the batch."""
+    ids: Tensor
+    """[R, W] int64: the kept ones first."""
+    counts: Tensor
+    """[R] int64: how many of them are kept; 0: all of the vocabulary."""
+
+    @classmethod
+    def of(cls, scaled: Tensor, info: Any) -> KeptRows | None:
+        """Args: scaled: [B, V] float32, logits over temperatures. info: SGLang's SamplingBatchInfo. Returns: None if no row has one."""
+        if not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
+            return None
+        words = scaled.shape[-1]
+        is_partial = (info.top_ps < 1) | (info.top_ks < words) | (info.min_ps > 0)
+        (rows,) = torch.where(is_partial & (info.top_ks != 1))  # SGLang's sign of a greedy request
+        if not len(rows):
+            return None
+        chosen = scaled if len(rows) == len(scaled) else scaled[rows]  # a copy of all takes as long as the softmax
+        ids, counts = kept_sets(torch.softmax(chosen, -1), info.top_ps[rows], info.top_ks[rows], info.min_ps[rows])
+        return cls(rows, ids, torch.where(counts < words, counts, 0))
+
+    @property
+    def is_kept(self) -> Tensor:
+        """[R, W] bool."""
+        return torch.arange(self.ids.shape[1], device=self.ids.device) < self.counts[:, None]
+
+    def restrict(self, scaled: Tensor) -> None:
+        """Make logits outside of the kept sets minus infinity, in place; other rows stay as they are, bit for bit."""
+        restrict(scaled, self.counts.new_zeros(len(scaled)).index_copy(0, self.rows, self.counts), self.ids[self.is_kept])
+
+    def reported(self, logprobs: Tensor, asked: Tensor) -> SamplingMaskOutput:
+        """Args: logprobs: [B] of the tokens drawn. asked: [A] int64, rows of the batch whose requests want to know."""
+        counts = asked.new_zeros(len(logprobs)).index_copy(0, self.rows, self.counts)[asked]
+        width = max(1, int(counts.amax()))
+        ids = asked.new_zeros(len(logprobs), width).index_copy(0, self.rows, self.ids[:, :width])
+        return SamplingMaskOutput(
+            token_ids=ids[asked].int(),
+            lengths=counts.int(),
+            selected_logprobs=logprobs[asked],
+            support_logprobs=None,
+            statuses=torch.full_like(counts, SamplingMaskStatus.OK, dtype=torch.int32),
+        )
+
+
+class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
+    """Samples from exp(logprobs) of the very logprobs that it reports: the whole vocabulary's, or those of a kept set.
+
+    Batches of greedy requests alone stay SGLang's.
     """
 
     draw: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(draw)
@@ -153,16 +222,16 @@ class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
         token_ids_logprobs: list[list[int]],
         positions: Tensor,
     ) -> Tensor:
-        """Token ids [B] int32 for logits_output.next_token_logits [B, vocabulary]; logprobs are written to logits_output."""
-        if sampling_info.is_all_greedy or sampling_info.sampling_mask_batch_indices is not None:
+        """Token ids [B] int32 for logits_output.next_token_logits [B, vocabulary]; logprobs and kept sets are written to logits_output."""
+        if sampling_info.is_all_greedy:
             unseeded = dataclasses.replace(sampling_info, sampling_seed=None)
             return self._stock(logits_output, unseeded, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
-        logprobs = torch.log_softmax(logits.float() / sampling_info.temperatures, dim=-1)
-        probabilities = logprobs.exp()
-        if sampling_info.need_top_p_sampling:
-            probabilities = nucleus(probabilities, sampling_info.top_ps)
-        token_ids = self.draw(probabilities, sampling_info.sampling_seed, positions)
+        scaled = logits.float() / sampling_info.temperatures
+        if (kept := KeptRows.of(scaled, sampling_info)) is not None:
+            kept.restrict(scaled)
+        logprobs = torch.log_softmax(scaled, dim=-1)
+        token_ids = self.draw(logprobs.exp(), sampling_info.sampling_seed, positions)
         if sampling_info.is_any_greedy:
             token_ids = torch.where(sampling_info.top_ks == 1, logits.argmax(-1), token_ids)
         token_ids = token_ids.to(torch.int32)
@@ -170,6 +239,9 @@ class SeededSampler(Sampler):  # type: ignore[misc]  # SGLang has no types
         if return_logprob:
             result = self.output_logprob_processor.compute_logprobs(logprobs, top_logprobs_nums, token_ids_logprobs, token_ids)
             result.write_output_to(logits_output)
+        if kept is not None and (asked := sampling_info.sampling_mask_batch_indices) is not None:
+            drawn = logprobs.gather(-1, token_ids[:, None].long())[:, 0]
+            logits_output.sampling_mask_output = kept.reported(drawn, asked)
         return token_ids
 
     def _stock(self, *arguments: Any) -> Tensor:

@@ -1,4 +1,7 @@
-"""Text to token ids: the model's tokenizer and its chat template. From here on only ids travel."""
+"""Text to token ids: the model's tokenizer and its chat template. From here on only ids travel.
+
+A conversation is rendered as it grows: the prompt, then, after each turn of the model, what follows it (ChatEncoder.following). What the
+model has said is never tokenised again."""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from evenkeel.correction.errors import ConfigError, DataError, not_read
-from evenkeel.rollout.config import RolloutConfig, TaskConfig
+from evenkeel.rollout.config import RolloutConfig, TaskConfig, named
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Control tokens come from the chat template alone: where a turn's text spells one, it stays text, and no question can forge a turn.
@@ -274,15 +277,23 @@ class ChatEncoder:
             )
 
     @classmethod
-    def of_folder(cls, folder: Path, task: TaskConfig, rollout: RolloutConfig | None = None) -> ChatEncoder:
+    def of_folder(cls, folder: Path, task: TaskConfig) -> ChatEncoder:
         """The encoder, as of `for_task`, of a model's folder. Raises: DataError, ConfigError as load_tokenizer and for what a task can't
-        use.
+        use."""
+        return cls.for_task(load_tokenizer(folder), task, configured=configured_ends(folder))
 
-        Args: rollout: with the engines' context decided, for the longest prompt; None: the task's own limit.
+    @classmethod
+    def of_entries(cls, folder: Path, rollout: RolloutConfig, *, is_limited: bool = False) -> dict[str, ChatEncoder]:
+        """The encoders of a run's tasks, by name. Raises: as of_folder, naming the task where there are several.
+
+        Args: is_limited: the engines' context is decided, and prompts too long for it are refused; else the tasks' own limits alone.
         """
-        longest = None if rollout is None else rollout.longest_prompt
-        encoder = cls.for_task(load_tokenizer(folder), task, longest, configured_ends(folder))
-        return replace(encoder, limit=rollout.prompt_limit) if rollout else encoder
+        tokenizer, configured, found = load_tokenizer(folder), configured_ends(folder), {}
+        for entry in rollout.entries:
+            with named(entry):
+                encoder = cls.for_task(tokenizer, entry.task, rollout.longest_prompt(entry) if is_limited else None, configured)
+                found[entry.name] = replace(encoder, limit=rollout.prompt_limit(entry)) if is_limited else encoder
+        return found
 
     @classmethod
     def for_task(
@@ -342,12 +353,13 @@ class ChatEncoder:
         said = self.ends.without(response_ids)
         return str(self.tokenizer.decode(list(said), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def encode(self, asked: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def encode(self, asked: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Ids of the whole prompt, generation prompt included; see `excess` for its length.
 
         Args:
             asked: text of a user turn, or turns with role and content, which have a system prompt of their own if they begin with one. What
                 spells a control token there is text. Without a template it is the token: the text is then the whole prompt.
+            tools: that the model may call, in OpenAI's form, for the template.
         Raises: DataError for turns without a chat template, or that it refuses (a role that it doesn't know, for instance), and as
             ControlTokens.
         """
@@ -357,21 +369,87 @@ class ChatEncoder:
             text = asked if self.system_prompt is None else f"{self.system_prompt}\n\n{asked}"
             ids, bos = tuple(self.tokenizer.encode(text)), getattr(self.tokenizer, "bos_token_id", None)
             return ids[1:] if bos is not None and ids[:2] == (bos, bos) else ids  # its author has written the beginning, too
-        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(turn) for turn in asked]
-        if self.system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
-        messages, is_quoted = self._control_tokens.quoted(messages)
+        messages, is_quoted = self._control_tokens.quoted(self._turns(asked))
+        found = self._templated(messages, tools, tokenize=not is_quoted)
+        return self._control_tokens.ids(found) if is_quoted else tuple(found)
+
+    def following(
+        self,
+        asked: str | Sequence[Mapping[str, Any]],
+        said_ids: Sequence[int],
+        new: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[int, ...]:
+        """Ids of what the model reads after one of its turns: the rest of that turn as the template ends it, new turns, generation prompt.
+
+        The template's text of the whole conversation has to begin with the very text that the model was given and what it said then.
+        Args:
+            asked: as `encode`: all that came before the turn, earlier turns of the model with all of their texts (text_of) as content.
+            said_ids: of the turn, its end included if it has one.
+            new: what comes after it.
+            tools: as for the prompt.
+        Raises: DataError as `encode`, and for a template that rewrites what was read or said, naming the first token that differs.
+        """
+        if not self.apply_chat_template:
+            raise DataError("a conversation needs the chat template; set rollout.task.apply_chat_template: true")
+        before = self._turns(asked)
+        turn = {"role": "assistant", "content": self.text_of(said_ids)}
+        turns, is_quoted = self._control_tokens.quoted([*before, turn, *map(dict, new)])
+        whole = str(self._templated(turns, tools, tokenize=False))
+        given = str(self._templated(turns[: len(before)], tools, tokenize=False))
+        known = given + turns[len(before)]["content"]
+        if not whole.startswith(known):
+            begins = whole.removeprefix(given).partition(turns[len(before)]["content"])[0]
+            if begins.strip() and whole.startswith(given) and given == self._rendered(turns[: len(before)]):
+                raise DataError(
+                    f"the model's chat template has no generation prompt: it writes {begins[:40]!r} before a turn that is over, and "
+                    "nothing where one begins, so the next turn would not go on from its own tokens; add one to chat_template.jinja"
+                )
+            raise DataError(self._rewritten(known, whole, said_ids, turns[len(before)]["content"]))
+        rest, end = whole[len(known) :], str(self.tokenizer.decode([self.ends.of_turn], skip_special_tokens=False))
+        if len(said := self.ends.without(said_ids)) < len(said_ids):
+            rest = rest.removeprefix(str(self.tokenizer.decode(list(said_ids[len(said) :]), skip_special_tokens=False)))
+        # The end of a turn before it, as in the conversation: some tokenizers begin a text with a blank of their own.
+        ids = self._control_tokens.ids(end + rest) if is_quoted else tuple(self.tokenizer.encode(end + rest, add_special_tokens=False))
+        return ids[1:]
+
+    def _rewritten(self, known: str, whole: str, said_ids: Sequence[int], said: str) -> str:
+        place = next((i for i, (a, b) in enumerate(zip(known, whole, strict=False)) if a != b), min(len(known), len(whole)))
+        into = place - (len(known) - len(said))
+        what = "what the model was given or said before"
+        if into >= 0:
+            number = self.token_at(said_ids, into)
+            what = f"what the model said: token {number} of its turn, {self.name_of(said_ids[number])!r}, is the first that differs"
+        was, became = known[place : place + 20], whole[place : place + 20]
+        return (
+            f"the model's chat template rewrites {what} ({was!r} became {became!r}), so its next turn would not go on from its own tokens; "
+            "take a template that keeps all turns as they are (chat_template.jinja)"
+        )
+
+    def token_at(self, said_ids: Sequence[int], character: int) -> int:
+        """Number of the token of an answer in which a character of its text lies; the last token for what comes after the text."""
+        return next((i for i in range(len(said_ids)) if len(self.text_of(said_ids[: i + 1])) > character), len(said_ids) - 1)
+
+    def _turns(self, asked: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """All turns, the recipe's system prompt included."""
+        turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(turn) for turn in asked]
+        if self.system_prompt is not None and turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": self.system_prompt})
+        return turns
+
+    def _templated(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, tokenize: bool) -> Any:
+        """The template's text of some turns and the beginning of an answer, or its ids. Raises: DataError if it refuses the turns."""
+        offered = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
-            found = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=not is_quoted, return_dict=False, **self.chat_template_kwargs
+            return self.tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=tokenize, return_dict=False, **offered, **self.chat_template_kwargs
             )
         except (MemoryError, OSError):
             raise
         except Exception as error:  # the template is a program: jinja2's errors, and whatever its expressions raise
-            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
             said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
             raise DataError(f"the model's chat template refuses its turns, of {roles:.200} ({said})") from error
-        return self._control_tokens.ids(found) if is_quoted else tuple(found)
 
     def encode_demonstration(self, asked: str | Sequence[Mapping[str, Any]], answer: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(prompt ids, answer ids with the token that ends a turn): what supervised training needs.

@@ -15,7 +15,8 @@ from typing import Any
 
 from evenkeel.correction.errors import ConfigError, DataError
 from evenkeel.rollout.config import ReasoningGymTask
-from evenkeel.rollout.rewards.reward_process import create_reasoning_gym, error_text
+from evenkeel.rollout.limited_processes.child import error_text
+from evenkeel.rollout.rewards.reward_process import create_reasoning_gym
 from evenkeel.rollout.tasks.questions import Question, SkippedRow, hash_share, text_key
 
 # ----------------------------------------------------------------------------------------------------------------------

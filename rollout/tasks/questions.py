@@ -21,8 +21,9 @@ class Question:
     turns: tuple[Mapping[str, Any], ...] = ()
     """Turns of a conversation: each with its role, its content and whatever else it has, the last one the user's. `text` has all of them
     then."""
-    demonstration: str | None = None
-    """A worked answer for the warm-up, where it differs from `answer`."""
+    demonstration: str | tuple[Mapping[str, Any], ...] | None = None
+    """A worked answer for the warm-up, where it differs from `answer`: a text, or turns with role and content, of which those of the
+    assistant are shown."""
 
 
 @dataclass(frozen=True, slots=True)

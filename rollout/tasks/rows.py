@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from evenkeel.correction.errors import DataError, counted
-from evenkeel.rollout.config import FileTask, HuggingFaceTask
+from evenkeel.rollout.config import FileTask, FoldersTask, HuggingFaceTask
+from evenkeel.rollout.task_folders.folder import folder_rows
 from evenkeel.rollout.tasks.questions import Question, SkippedRow, hash_share, text_key
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -217,9 +218,9 @@ class ReadRows:
 
 
 class RowSource:
-    """Rows of a file or data set. Held out are rows of their own, or the distinct texts with the smallest hashes."""
+    """Rows of a file or data set, or task folders. Held out are rows of their own, or the distinct texts with the smallest hashes."""
 
-    def __init__(self, config: FileTask | HuggingFaceTask, excess: Callable[[Question], str | None]) -> None:
+    def __init__(self, config: FileTask | HuggingFaceTask | FoldersTask, excess: Callable[[Question], str | None]) -> None:
         """
         Args:
             excess: why a question can't be asked (too long), or None; a row with a reason is skipped.
@@ -229,7 +230,7 @@ class RowSource:
         self._excess = excess
         rows = self._read(held_out=False)
         self.skipped = rows.skipped
-        has_own_held_out = (config.held_out_path if isinstance(config, FileTask) else config.held_out_split) is not None
+        has_own_held_out = (config.held_out_split if isinstance(config, HuggingFaceTask) else config.held_out_path) is not None
         if has_own_held_out:
             held_out_rows = self._read(held_out=True)
             self.skipped += held_out_rows.skipped
@@ -245,7 +246,7 @@ class RowSource:
     @property
     def name(self) -> str:
         config = self._config
-        return str(config.path) if isinstance(config, FileTask) else f"{config.path} [{config.split}]"
+        return f"{config.path} [{config.split}]" if isinstance(config, HuggingFaceTask) else str(config.path)
 
     @property
     def questions_per_epoch(self) -> int:
@@ -274,10 +275,10 @@ class RowSource:
 
     def _read(self, *, held_out: bool) -> ReadRows:
         config = self._config
-        if isinstance(config, FileTask):
+        if not isinstance(config, HuggingFaceTask):
             path = config.held_out_path if held_out else config.path
             assert path is not None
-            return read_file(path, config, self._excess)
+            return read_file(path, config, self._excess) if isinstance(config, FileTask) else read_folders(path, config, self._excess)
         split = config.held_out_split if held_out else config.split
         assert split is not None
         return read_dataset(config, split, self._excess)
@@ -307,6 +308,16 @@ def read_file(path: Path, task: FileTask, excess: Callable[[Question], str | Non
         raise DataError(f"{_key(path, task)} = {path}: {error}") from error
 
 
+def read_folders(path: Path, task: FoldersTask, excess: Callable[[Question], str | None]) -> ReadRows:
+    """Questions of a folder of task folders. Args: excess: as read_file. Raises: DataError likewise."""
+    try:
+        if (path / "task.toml").exists():
+            raise DataError(f"{_key(path, task)} = {path}: this is one task folder; name the folder that it lies in")
+        return _collect(folder_rows(path, task.sandbox), str(path), task, excess)
+    except OSError as error:
+        raise DataError(f"{_key(path, task)} = {path}: {error.strerror} (the run was started in {Path.cwd()}); correct it") from error
+
+
 def check_file(path: Path, task: FileTask) -> None:
     """Raises: DataError if a file of the task is not there."""
     if not path.is_file():
@@ -314,7 +325,7 @@ def check_file(path: Path, task: FileTask) -> None:
         raise DataError(reason, remedy="correct the path, or start the run in the folder to which it is relative")
 
 
-def _key(path: Path, task: FileTask) -> str:
+def _key(path: Path, task: FileTask | FoldersTask) -> str:
     return "rollout.task.held_out_path" if path == task.held_out_path else "rollout.task.path"
 
 
@@ -326,7 +337,9 @@ def read_dataset(task: HuggingFaceTask, split: str, excess: Callable[[Question],
     return _collect(dataset_rows(task, split), f"{task.path} [{split}]", task, excess)
 
 
-def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceTask, excess: Callable[[Question], str | None]) -> ReadRows:
+def _collect(
+    rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceTask | FoldersTask, excess: Callable[[Question], str | None]
+) -> ReadRows:
     questions: list[Question] = []
     skipped: list[SkippedRow] = []
     too_long = with_fields = 0
@@ -351,13 +364,15 @@ def _collect(rows: Iterator[PlacedRow], name: str, task: FileTask | HuggingFaceT
         if task.answer_field is not None:
             fields += f' and "{task.answer_field}" (rollout.task.answer_field)'
         remedy = f"A row needs the text fields {fields}"
+        if isinstance(task, FoldersTask):
+            remedy = "A task folder has instruction.md, task.toml, environment/Dockerfile and tests/test.sh (docs/agents.md)"
         if with_fields == len(skipped) > 0:
             remedy = "Take shorter questions, or a longer context" if too_long else "Take turns that the model's chat template knows"
         raise DataError(f"{name}: none of its {len(skipped)} rows can be used{first}. {remedy}")
     return ReadRows(tuple(questions), tuple(skipped))
 
 
-def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:
+def _question(row: Any, task: FileTask | HuggingFaceTask | FoldersTask) -> Question:
     """Raises: DataError with the reason to skip the row."""
     if isinstance(row, DataError):
         raise row
@@ -374,9 +389,21 @@ def _question(row: Any, task: FileTask | HuggingFaceTask) -> Question:
     if not text.strip():
         raise DataError(f'field "{task.prompt_field}" is empty')
     answer = "" if task.answer_field is None else _accepted(row, task.answer_field)
-    demonstration = None if task.demonstration_field is None else _as_text(_field(row, task.demonstration_field), task.demonstration_field)
+    shown = None if isinstance(task, FoldersTask) and "solution" not in row else task.demonstration_field
+    demonstration = None if shown is None else _demonstration(row, shown)
     used = {task.prompt_field, task.answer_field, task.demonstration_field}
     return Question(text, answer, {name: value for name, value in row.items() if name not in used}, turns, demonstration)
+
+
+def _demonstration(row: dict[str, Any], name: str) -> str | tuple[Mapping[str, Any], ...]:
+    """Raises: DataError."""
+    value = _field(row, name)
+    if not isinstance(value, list):
+        return _as_text(value, name)
+    roles = [turn.get("role") if isinstance(turn, dict) and isinstance(turn.get("content"), str) else None for turn in value]
+    if None in roles or roles[::2] != ["assistant"] * (len(roles) // 2 + 1) or "assistant" in roles[1::2]:
+        raise DataError(f"field \"{name}\" is a list, but not of turns: an assistant's, then another's, and so on, up to an assistant's")
+    return tuple(value)
 
 
 _OF_EVERY_TURN = {"role", "content"}

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
 
 from evenkeel.correction.errors import DataError, counted
 from evenkeel.rollout.config import ReasoningGymTask, TaskConfig
+from evenkeel.rollout.prompt_place import PromptPlace
 from evenkeel.rollout.rewards.reward_process import GYM_ENTRY, accepted, as_json
 from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.tasks.gym_source import ReasoningGymSource, check_names
-from evenkeel.rollout.tasks.prompt_place import PromptPlace
 from evenkeel.rollout.tasks.questions import Question, QuestionSource, SkippedRow, text_key
 from evenkeel.rollout.tasks.rows import RowSource, with_field
 from evenkeel.rollout.trajectory import Demonstration, Prompt
@@ -68,10 +70,11 @@ def check_task_names(config: TaskConfig) -> None:
         check_names(config)
 
 
-def build_task(config: TaskConfig, encoder: ChatEncoder | None = None) -> Task:
+def build_task(config: TaskConfig, encoder: ChatEncoder | None = None, *, called: str = "") -> Task:
     """The task of a configuration.
 
     Args:
+        called: its name among several tasks of a run.
         encoder: makes token ids and refuses prompts that are too long; without one ids stay empty, and every length fits
             (a tokenizer that is trained on the task needs its texts first).
     Raises: ConfigError for an unknown data set or option, DataError for a missing or useless file.
@@ -81,7 +84,7 @@ def build_task(config: TaskConfig, encoder: ChatEncoder | None = None) -> Task:
         return None if encoder is None else encoder.excess(asked(config, question))
 
     source: QuestionSource = ReasoningGymSource(config, excess) if isinstance(config, ReasoningGymTask) else RowSource(config, excess)
-    return Task(config, source, encoder)
+    return Task(config, source, encoder, called)
 
 
 def user_text(config: TaskConfig, question: str) -> str:
@@ -100,7 +103,8 @@ def asked(config: TaskConfig, question: Question) -> str | list[Mapping[str, Any
 class Task:
     """Training prompts by position, held-out prompts, demonstrations."""
 
-    def __init__(self, config: TaskConfig, source: QuestionSource, encoder: ChatEncoder | None) -> None:
+    def __init__(self, config: TaskConfig, source: QuestionSource, encoder: ChatEncoder | None, called: str = "") -> None:
+        self._called = called
         self._config = config
         self._source = source
         self._encoder = encoder
@@ -116,12 +120,13 @@ class Task:
         return None if self._encoder is None else self._encoder.remark
 
     def train_prompt(self, position: int) -> Prompt:
-        """The prompt at a position of the training stream; its id is "train/EPOCH/POSITION IN THE EPOCH".
+        """The prompt at a position of the training stream; its id is "train/EPOCH/POSITION IN THE EPOCH", after the task's name, if it has
+        one.
 
         Raises: DataError if the task can't make one.
         """
         epoch, index = (0, position) if self._source.questions_per_epoch is None else divmod(position, self._source.questions_per_epoch)
-        return self._prompt(str(PromptPlace("train", epoch, index)), self._source.train_question(position))
+        return self._prompt(PromptPlace("train", epoch, index, self._called), self._source.train_question(position))
 
     @property
     def questions_per_epoch(self) -> int | None:
@@ -158,7 +163,8 @@ class Task:
             if config.answer_field is not None:
                 row = with_field(row, config.answer_field, question.answer if isinstance(question.answer, str) else list(question.answer))
             if config.demonstration_field is not None:
-                row = with_field(row, config.demonstration_field, question.demonstration)
+                shown = question.demonstration
+                row = with_field(row, config.demonstration_field, shown if shown is None or isinstance(shown, str) else list(shown))
             for name, value in row.items():
                 if as_json(value, name) != value:
                     raise TypeError(f"{name} is {type(value).__name__} ({value!r:.60})")
@@ -168,7 +174,8 @@ class Task:
 
     def held_out_prompts(self) -> tuple[Prompt, ...]:
         """All held-out questions as prompts, "held_out/0/0" onwards."""
-        return tuple(self._prompt(str(PromptPlace("held_out", 0, i)), question) for i, question in enumerate(self._source.held_out))
+        places = (PromptPlace("held_out", 0, number, self._called) for number in count())
+        return tuple(map(self._prompt, places, self._source.held_out))
 
     def held_out_sample(self) -> Prompt:
         """The first held-out prompt.
@@ -176,7 +183,7 @@ class Task:
         Raises: DataError if there is none, with the reason.
         """
         if self._source.held_out:
-            return self._prompt(str(PromptPlace("held_out", 0, 0)), self._source.held_out[0])
+            return self._prompt(PromptPlace("held_out", 0, 0, self._called), self._source.held_out[0])
         if skipped := self._source.skipped:
             raise DataError(
                 f"{self.name}: no question could be held out; {len(skipped)} of those looked at can't be asked, the first: {skipped[0]}. "
@@ -194,27 +201,42 @@ class Task:
         """
         found: list[Demonstration] = []
         for tried, question in enumerate(self._source.demonstration_questions()):
-            if len(found) == count:
+            if len(found) >= count:
                 break
             answer = accepted(question.answer)[0] if question.demonstration is None else question.demonstration
-            if answer:
+            if not isinstance(answer, str):
+                found += self._turns_of(question, answer)
+            elif answer:
                 found.append(Demonstration(question.text, asked(self._config, question), answer))
             elif tried > 100 and not found:
                 raise DataError(f"{self.name}: none of {tried} questions has an answer that could be demonstrated; skip the warm-up")
-        return tuple(found)
+        return tuple(found[:count])
 
-    def check(self, train_positions: int = 1000, demonstrations: Sequence[Demonstration] = ()) -> TaskReport:
+    def _turns_of(self, question: Question, worked: Sequence[Mapping[str, Any]]) -> Iterator[Demonstration]:
+        """A demonstration of each of the model's turns, after all that was said before it."""
+        before = asked(self._config, question)
+        turns = [{"role": "user", "content": before}] if isinstance(before, str) else list(before)
+        for number, turn in enumerate(worked):
+            if turn["role"] == "assistant":
+                yield Demonstration(question.text, [*turns, *worked[:number]], turn["content"])
+
+    def check(
+        self, train_positions: int = 1000, demonstrations: Sequence[Demonstration] = (), others: Mapping[str, Task] = MappingProxyType({})
+    ) -> TaskReport:
         """Compare the texts of training, held-out questions and demonstrations, and count.
 
         Args:
             train_positions: how many of the first training questions to compare, where they have no end; of a file, all.
+            others: the run's other tasks, by name: what they hold out isn't trained on here, either.
         Raises: DataError naming a text that is on both sides.
         """
-        held_out = {text_key(question.text) for question in self._source.held_out}
+        held_out = self._held_out_keys()
         positions = range(self._source.questions_per_epoch or train_positions)
         train = [text_key(self._source.train_question(position).text) for position in positions]
         _refuse_overlap(self.name, "the training stream", held_out, train)
         _refuse_overlap(self.name, "the warm-up demonstrations", held_out, [text_key(d.question) for d in demonstrations])
+        for name, other in others.items():
+            _refuse_overlap(f"{other.name} (task {name})", f"the training stream of {self.name}", other._held_out_keys(), train)
         return TaskReport(
             name=self.name,
             held_out=len(held_out),
@@ -225,6 +247,9 @@ class Task:
             skipped=self._source.skipped,
             warnings=tuple(self._warnings(len(held_out), len(train), len(set(train)))),
         )
+
+    def _held_out_keys(self) -> set[str]:
+        return {text_key(question.text) for question in self._source.held_out}
 
     def held_out_shortage(self, wanted: int) -> str:
         """Why there are fewer held-out questions than wanted, and what to do; empty: there are enough."""
@@ -256,10 +281,10 @@ class Task:
                 f"set rollout.task.options that allow more, or the model will memorise them"
             )
 
-    def _prompt(self, prompt_id: str, question: Question) -> Prompt:
+    def _prompt(self, place: PromptPlace, question: Question) -> Prompt:
         text = question.text if question.turns else user_text(self._config, question.text)
         token_ids = () if self._encoder is None else self._encoder.encode(asked(self._config, question))
-        return Prompt(prompt_id=prompt_id, text=text, token_ids=token_ids, answer=question.answer, metadata=question.metadata)
+        return Prompt(prompt_id=str(place), text=text, token_ids=token_ids, answer=question.answer, metadata=question.metadata)
 
 
 def _refuse_overlap(name: str, side: str, held_out: set[str], texts: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ import ray
 from evenkeel.actors.carriers import DiscardedGroup, StoredGroup, Ticket
 from evenkeel.actors.groups.book import GroupBook, discard_reason
 from evenkeel.actors.groups.changes import Changes
-from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.rollout.trajectory import (
     AnswerFacts,
     FailureKind,
@@ -125,10 +125,10 @@ def contents(admitted: int, trained: int, held: Collection[int] = ()) -> BookCon
     return BookContents(0, admitted, trained, tuple(Ticket(position, prompt(position), 0) for position in held), (), {}, ())
 
 
-def snapshot_of(book: GroupBook) -> QueueSnapshot:
+def snapshot_of(book: GroupBook) -> BookSnapshot:
     """As a checkpoint has it, of a book whose groups are at hand."""
     contents = book.contents()
-    return QueueSnapshot.of(contents, [getattr(one, "payload", one) for one in contents.finished])
+    return BookSnapshot.of(contents, [getattr(one, "payload", one) for one in contents.finished])
 
 
 def stored(*groups: Group, lost: Collection[int] = (), dynamic_sampling: bool = False) -> list[StoredGroup]:

@@ -58,8 +58,8 @@ class FarLearner(Learner):
     async def reference_logprobs(self, batch: PackedBatch, *, version: int) -> Tensor:
         return read_only(await super().reference_logprobs(batch, version=version))
 
-    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int) -> SplitLogprobs:
-        return read_only(await super().at_sampling(batch, version=version, oldest=oldest))
+    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int, with_now: bool) -> SplitLogprobs:
+        return read_only(await super().at_sampling(batch, version=version, oldest=oldest, with_now=with_now))
 
 
 def with_topk(group: Group, k: int) -> Group:
@@ -114,7 +114,8 @@ def far_batch(learner: LearnerRank, config: CorrectionConfig, *, is_deferred: bo
         batch = replace(batch, topk_ids=found.indices, topk_logprobs=found.values)
     proximal = None if is_deferred else batch.proximal_logprobs
     reference = batch.behavior_logprobs - 0.1
-    return read_only(replace(batch, proximal_logprobs=proximal, reference_logprobs=reference, learner_version=2, advantages_by="own"))
+    batch = replace(batch, proximal_logprobs=proximal, reference_logprobs=reference, at_sampling_logprobs=batch.behavior_logprobs - 0.05)
+    return read_only(replace(batch, learner_version=2, advantages_by="own"))
 
 
 def train(learner: LearnerRank, preset: str) -> None:

@@ -54,7 +54,7 @@ def memory(name: str) -> int:
 def service(groups: int) -> tuple[int, list[object]]:
     """Tokens, and what the service keeps of them until the learner's values have come and been looked at."""
     made = [group(number) for number in range(groups)]
-    batch = pack_groups(made, learner_version=0, advantage=group_advantages, overlong=OVERLONG, max_tokens=ANSWER).batch
+    batch = pack_groups(made, learner_version=0, advantage=group_advantages, overlong=OVERLONG, max_tokens={"": ANSWER}).batch
     corrected = defer(batch, CORRECTION)
     target = batch.behavior_logprobs + 0.01
     diagnose(batch, corrected, target, detailed=True)

@@ -7,17 +7,20 @@ import pytest
 
 from benchmarks.early_warning import (
     CANDIDATES,
+    Audit,
     Setting,
     Warned,
     WarningScore,
     alone,
     choose,
+    cusum_turn,
     first_watch,
     monitor_config,
     monitor_warnings,
     of,
     score,
     shares,
+    turn_of,
 )
 from evenkeel.correction.early_warning.monitor import MonitorConfig
 from lab.recorded_runs import SERIES, RecordedRun, collapse_step, load_runs, write_run
@@ -283,3 +286,27 @@ def test_float16_recorded_last_says_the_same():
         assert sum(step is not None for lost, step in first if lost is None) == false, signal
     result = score(runs, [monitor_warnings(one) for one in runs])
     assert (len(result.leads), result.collapsed, result.lead) == (10, 10, (5, 6, 7.75))
+
+
+def test_the_turn_is_where_falls_have_added_up() -> None:
+    """Ten rewards of mean 0.6 and deviation 0.1. At 0.3 each step is 3 deviations under the mean, of which half a one is for nothing: 2.5,
+    then 5, over 3 at the second step. At 0.52 it is 0.3 a step: over 3 at the eleventh. At 0.55 nothing is left."""
+    start = [0.5, 0.7] * 5
+    assert cusum_turn([*start, *[0.3] * 20]) == 11
+    assert cusum_turn([*start, *[0.52] * 20]) == 20
+    assert cusum_turn([*start, *[0.55] * 200]) is None and cusum_turn(start) is None
+
+
+def test_a_warning_after_the_turn_is_an_audit() -> None:
+    """A run that falls from 0.6 to 0 at step 50 has turned at 50: before, it hadn't moved at all. Warnings 12 steps and 1 before, and 3
+    after; one before the onset is none; a run of 0.6 throughout is disturbed by any."""
+    lost, kept = run(outcome((GOOD, 50), (BAD, 50)), onset=30), run(outcome((GOOD, 100)))
+    assert turn_of(lost) == 50 and turn_of(kept) is None
+
+    def said(*steps: int) -> list[Warned]:
+        return [Warned(step, "k3", False) for step in steps]
+
+    found = Audit.of([lost, lost, lost, lost, kept, kept], [said(38, 60), said(49), said(53), said(10), said(99), []])
+    assert found == Audit(failed=4, flagged=3, leads=(12, 1, -3), clean=2, disturbed=1)
+    assert (found.warned(), found.warned(5)) == (2, 1)
+    assert found.row("x") == "| x | 3 of 4 | 2 | 1 | 1 | 1 of 2 |"

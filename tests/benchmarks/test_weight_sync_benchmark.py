@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from evenkeel.actors.carriers import WeightChecksums
 from evenkeel.actors.config import WeightSyncConfig
@@ -54,7 +55,7 @@ def test_its_worker_gives_receipts_as_a_rollout_workers(monkeypatch: pytest.Monk
 class Engine:
     """In the place of a RolloutEngine: holds what it is sent."""
 
-    requests_in_flight, silent_s = 0, 0.0
+    requests_in_flight, silent_s, metrics = 0, 0.0, CollectorRegistry()
 
     @classmethod
     async def start(cls, *_: Any, **__: Any) -> Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import torch
 
@@ -39,7 +40,8 @@ def worked_example(**changes) -> PackedBatch:
 
 
 def random_batch(seed: int, *, sequences: int = 12, longest: int = 9, spread: float = 0.3, staleness: int = 2, topk: int = 0):
-    """(batch float64 with proximal and reference logprobs, target logprobs): ragged, prompts masked, several groups and turns."""
+    """(batch float64 with all logprobs, those at sampling of stale tokens alone; target logprobs): ragged, prompts masked, several groups
+    and turns."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     lengths = [rng.randint(2, longest) for _ in range(sequences)]
@@ -73,4 +75,5 @@ def random_batch(seed: int, *, sequences: int = 12, longest: int = 9, spread: fl
         topk_ids=torch.randint(100, (count, topk), generator=generator) if topk else None,
         topk_logprobs=(torch.rand(count, topk, generator=generator, dtype=torch.float64) / (2 * topk)).log() if topk else None,
     )
-    return batch.validate(), target
+    then = torch.where(batch.weight_versions < 5, (mu + noise()).clamp(max=-1e-3), math.nan)
+    return replace(batch, at_sampling_logprobs=then).validate(), target

@@ -33,9 +33,12 @@ class Sequence:
     age: list[int]
     """Versions since the token was sampled."""
     group: int
+    rollout: int
     tokens: list[int] = field(default_factory=list)
     vocabulary_mu: list[Table] = field(default_factory=list)
     vocabulary_theta: list[Table] = field(default_factory=list)
+    then: list[float] = field(default_factory=list)
+    """Log probability that the learner gave at the weights which sampled the token; not a number: it can't say."""
     version: int = 0
     """The learner's."""
     chosen: set[int] = field(default_factory=set)
@@ -58,6 +61,21 @@ class Sequence:
 
     def rho(self, t: int) -> float:
         return self.p_prox(t) / self.p_mu(t)
+
+    def log_then(self, t: int) -> float:
+        """At present weights that is prox; and where it isn't known, prox is taken for it."""
+        return self.prox[t] if self.age[t] == 0 or math.isnan(self.then[t]) else self.then[t]
+
+    def m(self, t: int) -> float:
+        """Mismatch: learner against engine, both as they were."""
+        return math.exp(self.log_then(t)) / self.p_mu(t)
+
+    def s(self, t: int) -> float:
+        """Staleness: learner now against then."""
+        return self.p_prox(t) / math.exp(self.log_then(t))
+
+    def since_with_gradient(self, t: int) -> Tensor:
+        return (self.log_theta[t] - self.log_then(t)).exp()
 
     def q(self, t: int) -> float:
         return self.p_theta(t) / self.p_mu(t)
@@ -91,7 +109,8 @@ class Method:
     loss: TokenRule
     """Of a token, with gradient."""
     mean: str = "token"
-    """token, sequence (mean of means), sum (mean over sequences of sums), constant (sum / 1024), prompt (mean of groups' token means)."""
+    """token, sequence (mean of means), sum (mean over sequences of sums), constant (sum / 1024), prompt, rollout (means of
+    groups' or rollouts' token means)."""
     weight: TokenRule = one
     """Detached."""
     keep: TokenRule = always
@@ -146,16 +165,18 @@ def run(method: Method, batch: list[Sequence]) -> ReferenceOutcome:
 def share(mean: str, batch: list[Sequence], counted: list[list[bool]]) -> Callable[[int], float]:
     """What a token of sequence i is multiplied by; a sequence without a counted token is none."""
     counts = [sum(row) for row in counted]
-    tokens, sequences, by_group = sum(counts), sum(n > 0 for n in counts), dict[int, int]()
+    tokens, sequences, by_group, by_rollout = sum(counts), sum(n > 0 for n in counts), dict[int, int](), dict[int, int]()
     for s, n in zip(batch, counts, strict=True):
         by_group[s.group] = by_group.get(s.group, 0) + n
-    groups = sum(n > 0 for n in by_group.values())
+        by_rollout[s.rollout] = by_rollout.get(s.rollout, 0) + n
+    groups, rollouts = (sum(n > 0 for n in found.values()) for found in (by_group, by_rollout))
     return {
         "token": lambda i: 1 / tokens,
         "sequence": lambda i: 1 / (counts[i] * sequences),
         "sum": lambda i: 1 / sequences,
         "constant": lambda i: 1 / (1024 * sequences),
         "prompt": lambda i: 1 / (by_group[batch[i].group] * groups),
+        "rollout": lambda i: 1 / (by_rollout[batch[i].rollout] * rollouts),
     }[mean]
 
 

@@ -21,12 +21,19 @@ def clipped(x: Tensor, a: float, low: float, high: float) -> Tensor:
     return -x * a if x.item() * a <= inside.item() * a else -inside * a
 
 
-def ppo(low: float = 0.2, high: float = 0.2, dual: float | None = None, rare: float = 0.0, ends: str = "both") -> TokenRule:
+def ppo(
+    low: float = 0.2,
+    high: float = 0.2,
+    dual: float | None = None,
+    rare: float = 0.0,
+    ends: str = "both",
+    on: Callable[[Sequence, int], Tensor] = Sequence.r_with_gradient,
+) -> TokenRule:
     def loss(s: Sequence, t: int) -> Tensor:
         is_rare = s.p_mu(t) < rare
         lower = math.inf if is_rare and ends in ("low", "both") else low
         upper = math.inf if is_rare and ends in ("high", "both") else high
-        value = clipped(s.r_with_gradient(t), s.advantage, lower, upper)
+        value = clipped(on(s, t), s.advantage, lower, upper)
         if dual is not None and s.advantage < 0 and value.item() > -s.advantage * dual:
             return torch.tensor(-s.advantage * dual, dtype=torch.float64)
         return value
@@ -65,6 +72,16 @@ def gmpo(s: Sequence, t: int) -> Tensor:
         is_over = d.item() > 0.4 if s.advantage > 0 else d.item() < -0.4
         total = total + (math.copysign(0.4, s.advantage) if is_over else d)
     return -s.advantage * (total / len(s.trained)).exp()
+
+
+def ctpo(s: Sequence, t: int) -> Tensor:
+    """The product of the ratios up to the token, of which its own factor alone has a gradient."""
+    earlier = [k for k in s.trained if k < t]
+    product = (s.log_theta[t] - s.prox[t] + sum(float(s.log_theta[k].item() - s.prox[k]) for k in earlier)).exp()
+    root = math.sqrt(1 + len(earlier))
+    value = clipped(product, s.advantage, 1 - math.exp(-0.025 * root), math.exp(0.05 * root) - 1)
+    largest = -s.advantage * math.exp(0.05 * root)
+    return torch.tensor(largest, dtype=torch.float64) if s.advantage < 0 and value.item() > largest else value
 
 
 def sapo(s: Sequence, t: int) -> Tensor:
@@ -296,6 +313,7 @@ METHODS: dict[str, Method] = {
     "gspo": Method(gspo, "sequence"),
     "luspo": Method(gspo, "sum"),
     "gmpo": Method(gmpo, "sequence"),
+    "ctpo": Method(ctpo),
     "sapo": Method(sapo, "sequence"),
     "cispo": score(lambda s, t: min(s.p_theta(t) / s.p_prox(t), 5.0), mean="token", bypass=False),
     "m2po": score(raw_q, mean="token", bypass=False, keep_of_batch=m2po_keep),
@@ -308,6 +326,8 @@ METHODS: dict[str, Method] = {
     "tis-sequence": Method(ppo(), weight=cut_product(2.0)),
     "tis-sequence-normalized": Method(ppo(), weight=cut_product(5.0), normalize="sequence"),
     "tis-geometric-normalized": Method(ppo(), weight=lambda s, t: min(s.geometric(s.rho), 2.0), normalize="sequence"),
+    "split-tis": Method(ppo(on=Sequence.since_with_gradient), weight=lambda s, t: min(s.m(t), 2.0)),
+    "split-mis": Method(ppo(on=Sequence.since_with_gradient), weight=lambda s, t: min(s.m(t), 2.0), keep=lambda s, t: 0.5 <= s.m(t) <= 2),
     "mis-token": Method(ppo(), weight=cut(2.0), keep=rho_inside(0.5, 2.0)),
     "mis-token-upper": Method(ppo(), weight=lambda s, t: s.rho(t) if s.rho(t) <= 3 else 0.0),
     "mis-sequence": Method(ppo(), weight=cut_product(2.0), keep=lambda s, t: 0.5 <= s.product(s.rho) <= 2),
@@ -372,7 +392,41 @@ def kl_penalty(estimator: str) -> TokenRule:
 MINIMAL = {"preset": "minimal-mask"}
 RARE = {"below": 0.1}
 KEPT_MIS = {"weight": cut(2.0), "keep": rho_inside(0.5, 2.0), "counts_kept": True}
+SINCE = {"kind": "score", "ratio": "since_sampling", "upper": 1.5}
 VARIANTS: list[tuple[dict[str, Any], Method]] = [
+    (
+        {"importance": {"mode": "truncate", "ratio": "mismatch", "upper": 1.2}, "objective": SINCE},
+        Method(
+            lambda s, t: -min(s.since_with_gradient(t).item(), 1.5) * s.advantage * s.log_theta[t],
+            weight=lambda s, t: min(s.m(t), 1.2),
+        ),
+    ),
+    (  # the two parts together are rho, which is the whole weight where nothing is bounded
+        {
+            "importance": {"mode": "clip", "ratio": "staleness", "lower": 0.7, "upper": 1.4},
+            "rejection": [{"ratio": "mismatch", "level": "geometric", "lower": 0.8, "upper": 1.3}, {"ratio": "staleness", "upper": 3.0}],
+            "veto": {"ratio": "mismatch", "lower": 0.3},
+        },
+        Method(
+            ppo(),
+            weight=lambda s, t: min(max(s.s(t), 0.7), 1.4),
+            keep=lambda s, t: 0.8 <= s.geometric(s.m) <= 1.3 and s.s(t) <= 3 and all(s.m(k) >= 0.3 for k in s.trained),
+        ),
+    ),
+    (
+        {
+            **MINIMAL,
+            "proximal": "recompute",
+            "objective": {"ratio": "since_sampling", "gate": {"ratio": "since_sampling", "threshold": 0.1, "side": "any"}},
+            "importance": {"mode": "raw", "ratio": "mismatch", "level": "sequence"},
+        },
+        score(
+            lambda s, t: s.since_with_gradient(t).item(),
+            lambda s, t: s.advantage * (s.p_theta(t) - math.exp(s.log_then(t))) > 0.1 * abs(s.advantage),
+            weight=lambda s, t: s.product(s.m),
+            bypass=False,
+        ),
+    ),
     ({**MINIMAL, "proximal": "recompute", "objective": {"gate": {"ratio": "r"}}}, score(raw_q, minimal_mask(0.5, "prox"), bypass=False)),
     ({**MINIMAL, "objective": {"gate": {"threshold": 0.1, "side": "any"}}}, score(raw_q, dppo_mask(binary_tv, 0.1))),
     (
@@ -406,6 +460,8 @@ VARIANTS: list[tuple[dict[str, Any], Method]] = [
     ({"preset": "mis-token", "denominator": {"count": "kept"}}, Method(ppo(), **KEPT_MIS)),
     ({"preset": "mis-token", "denominator": {"kind": "sequence_mean", "count": "kept"}}, Method(ppo(), "sequence", **KEPT_MIS)),
     ({"preset": "mis-token", "denominator": {"kind": "prompt_mean", "count": "kept"}}, Method(ppo(), "prompt", **KEPT_MIS)),
+    ({"preset": "bypass", "denominator": {"kind": "rollout_mean"}}, Method(ppo(), "rollout", bypass=True)),
+    ({"preset": "mis-token", "denominator": {"kind": "rollout_mean", "count": "kept"}}, Method(ppo(), "rollout", **KEPT_MIS)),
     ({"preset": "mis-full", "normalize": {"population": "kept"}}, Method(ppo(), weight=cut(2.0), keep=mis_full_keep, normalize="kept")),
     (
         {"preset": "tis-token", "veto": {"quantity": "probability", "lower": 0.01}},

@@ -33,7 +33,8 @@ def test_weights_and_numbers_do_not_depend_on_the_cuts(name, monkeypatch):
     config = CorrectionConfig(preset=name)
     whole, tensors = everything(batch, target, config)
     monkeypatch.setattr(batches, "CPU_TOKENS", 50)
-    monkeypatch.setattr("evenkeel.correction.diagnostics.diagnose.CPU_CHUNK", 33)
+    for module in ("diagnostics.diagnose", "terms.divergence"):
+        monkeypatch.setattr(f"evenkeel.correction.{module}.CPU_CHUNK", 33)
     cut, cut_tensors = everything(batch, target, config)
     assert set(cut) == set(whole)
     assert cut == pytest.approx(whole, rel=1e-10, abs=1e-12)

@@ -21,7 +21,7 @@ from evenkeel.correction import (
     settle,
 )
 from evenkeel.correction.settings.schedule import policies_read
-from tests.correction.fixtures import flat_log, random_batch, worked_example
+from tests.correction.fixtures import THETA, flat_log, random_batch, worked_example
 from tests.correction.test_properties import NAMES
 
 NAN, INF = float("nan"), float("inf")
@@ -45,7 +45,8 @@ def tiny(lengths, *, mu=-1.0, mask=True, dtype=torch.float32):
         token_ids=torch.zeros(n, dtype=torch.int64), offsets=torch.tensor([0, *lengths]).cumsum(0),
         loss_mask=torch.full((n,), mask), behavior_logprobs=torch.full((n,), mu, dtype=dtype), advantages=torch.ones(n, dtype=dtype),
         weight_versions=torch.zeros(n, dtype=torch.int32), group_ids=torch.arange(len(lengths)),
-        proximal_logprobs=torch.full((n,), mu, dtype=dtype), advantages_by="own",
+        proximal_logprobs=torch.full((n,), mu, dtype=dtype), at_sampling_logprobs=torch.full((n,), torch.nan, dtype=dtype),
+        advantages_by="own",
     ).validate()  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def test_probabilities_zero_and_one(preset):
     batch = worked_example()
     mu, theta = batch.behavior_logprobs.clone(), batch.proximal_logprobs.clone()
     mu[0], theta[0] = 0.0, 0.0
-    batch = replace(batch, behavior_logprobs=mu, proximal_logprobs=theta)
+    batch = replace(batch, behavior_logprobs=mu, proximal_logprobs=theta, at_sampling_logprobs=torch.full_like(mu, torch.nan))
     _, out, grad = step(batch, theta, CorrectionConfig(preset=preset))
     assert out.partials[5] == 0 and grad.isfinite().all()
     is_read = "behavior" in policies_read(CorrectionConfig(preset=preset))
@@ -140,6 +141,36 @@ def test_a_kept_nan_is_counted_and_takes_its_unit_with_it(field, preset, lost):
     assert int((leaf.grad == 0).sum()) == (lost if preset == "gspo" or lost == 1 or field != "target" else 1)
     assert leaf.grad.isfinite().all()
     assert diagnose(batch, corrected, leaf)["broken_tokens"] == 1
+
+
+WIDE = {"log_low": 40, "log_high": 40, "log_dual": 40}
+"""Bounds of ctpo that no token meets."""
+
+
+@pytest.mark.parametrize("settings", [{"preset": "ctpo", "objective": WIDE}, {"preset": "mirror-descent"}])
+def test_a_sum_over_an_answer_is_not_made_of_the_rest_of_it(settings):
+    """A token of the first answer is no number: its answer has no products (ctpo), and no square (mirror-descent, whose other term goes on
+    without that token). The other two answers don't notice."""
+    whole, broken = flat_log(THETA), flat_log(THETA)
+    broken[2] = NAN
+    batch = worked_example()
+    expected = step(batch, whole, CorrectionConfig(**settings))[2]
+    _, _, grad = step(batch, broken, CorrectionConfig(**settings))
+    torch.testing.assert_close(grad[4:], expected[4:], rtol=1e-12, atol=0)
+    if settings["preset"] == "mirror-descent":
+        score = step(batch, whole, CorrectionConfig(**settings, kl={"coefficient": 0.0}))[2]
+        assert score[:2].all()
+        torch.testing.assert_close(grad[[0, 1, 3]], score[[0, 1, 3]], rtol=1e-12, atol=0)
+    else:
+        assert not grad[:4].any() and expected[:4].any()
+
+
+def test_a_prefix_counts_no_ratio_for_more_than_e_to_the_20():
+    """Log ratios 25, -24 and 0.1: the products are e^20, 1 and e^0.1."""
+    theta, proximal = (torch.tensor(values, dtype=torch.float64) for values in ([-1.0, -30.0, -1.0], [-26.0, -6.0, -1.1]))
+    batch = replace(tiny([3], dtype=torch.float64), proximal_logprobs=proximal, advantages=torch.ones(3, dtype=torch.float64))
+    _, _, grad = step(batch, theta, CorrectionConfig(preset="ctpo", objective=WIDE))
+    assert grad.tolist() == pytest.approx([-math.exp(20) / 3, -1 / 3, -math.exp(0.1) / 3], rel=1e-12)
 
 
 def test_a_million_tokens_in_lengths_from_1_to_65536():

@@ -152,6 +152,17 @@ def banded(i, j):
 
 
 BAND = tokens(banded)
+
+
+def ctpo():
+    def loss(i, j):
+        a, x, root = ADVANTAGE[i], math.prod(R[i][: j + 1]), math.sqrt(j + 1)
+        value = max(-a * x, -a * clip(x, math.exp(-0.025 * root), math.exp(0.05 * root)))
+        return min(value, -a * math.exp(0.05 * root)) if a < 0 else value
+
+    return token_mean(tokens(loss))
+
+
 LOGS = [math.log(x) for row in THETA for x in row]
 MEAN_A = sum(ADVANTAGE[i] for i, row in enumerate(ROWS) for _ in row) / 9
 COVARIANCES = tokens(lambda i, j: (ADVANTAGE[i] - MEAN_A) * (math.log(THETA[i][j]) - sum(LOGS) / 9))
@@ -202,6 +213,7 @@ GOLDEN = [
     ({"preset": "gspo", "objective": {"clip_low": 0.2, "clip_high": 0.2}}, sum(gspo(0.2, 0.2)) / 3, -0.282839),
     ({"preset": "luspo"}, sequence_sum(wide(gspo(3e-4, 4e-4))), None),
     ({"preset": "gmpo"}, gmpo(), -0.308170),
+    ({"preset": "ctpo"}, ctpo(), None),
     ({"preset": "sapo"}, sapo(), -0.519001),
     ({"preset": "pg"}, token_mean(score(wide([1.0, 1.0, 1.0]))), None),
     ({"preset": "pg-is", **MEAN}, token_mean(score(Q)), -0.547974),

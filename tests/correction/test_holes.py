@@ -77,12 +77,14 @@ def test_a_hole_counts_where_the_number_is_read_and_nowhere_else(preset):
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 @pytest.mark.parametrize("way", [correct, defer])
 def test_a_token_without_its_logprob_is_trained_at_ratio_1(preset, way):
-    """The same bits as if the sampler had reported pi_prox, or, where no part knows pi_prox, pi_theta."""
+    """The same bits as if the sampler had reported pi_v where a part reads that, or pi_prox, or, where no part knows pi_prox, pi_theta."""
     config = CorrectionConfig(preset=preset)
     batch, target = random_batch(7, sequences=6, staleness=3)
     if "topk" in preset:
         pytest.skip("its tables: test_a_hole_in_a_table")
     same = batch.proximal_logprobs if way is correct and "proximal" in policies_read(config) else target
+    if "at_sampling" in policies_read(config):
+        same = torch.where(batch.at_sampling_logprobs.isnan(), same, batch.at_sampling_logprobs)
     holes = batch.loss_mask & (torch.arange(batch.num_tokens) % 5 == 0)
     known = replace(batch, behavior_logprobs=torch.where(holes, same, batch.behavior_logprobs))
     holed = replace(batch, behavior_logprobs=torch.where(holes, NAN, batch.behavior_logprobs))

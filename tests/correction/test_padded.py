@@ -34,7 +34,7 @@ def padded(batch, **changes):
         real[row, row % 3 : row % 3 + length] = True
     names = ("token_ids", "loss_mask", "advantages", "weight_versions", "turn_ids", "topk_ids")
     values = {name: to_padded(getattr(batch, name), real) for name in names if getattr(batch, name) is not None}
-    for name in ("behavior_logprobs", "proximal_logprobs", "reference_logprobs", "topk_logprobs"):
+    for name in ("behavior_logprobs", "proximal_logprobs", "at_sampling_logprobs", "reference_logprobs", "topk_logprobs"):
         if getattr(batch, name) is not None:
             values[name] = to_padded(getattr(batch, name), real, padding=float("nan"))
     known = {"attention_mask": real, "group_ids": batch.group_ids, "learner_version": batch.learner_version, "advantages_by": "own"}

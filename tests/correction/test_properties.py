@@ -60,6 +60,7 @@ def test_padding_changes_nothing(seed, preset):
         token_ids=to_padded(batch.token_ids, real), attention_mask=real, loss_mask=to_padded(batch.loss_mask, real),
         behavior_logprobs=to_padded(batch.behavior_logprobs, real, padding=rubbish), advantages=to_padded(batch.advantages, real),
         group_ids=batch.group_ids, proximal_logprobs=to_padded(batch.proximal_logprobs, real, padding=rubbish),
+        at_sampling_logprobs=to_padded(batch.at_sampling_logprobs, real, padding=0.5),
         reference_logprobs=to_padded(batch.reference_logprobs, real), weight_versions=to_padded(batch.weight_versions, real),
         learner_version=batch.learner_version, advantages_by="own",
     )  # fmt: skip

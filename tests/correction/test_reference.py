@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise, starmap
 from typing import Any
@@ -49,9 +49,10 @@ class ReferenceCase:
                 log_theta=list(scalars[own]),
                 advantage=advantages[own.start],
                 group=group,
+                rollout=rollout,
                 version=self.batch.learner_version,
             )
-            for group, own in zip(self.batch.group_ids.tolist(), owns, strict=True)
+            for group, rollout, own in zip(self.batch.group_ids.tolist(), self.batch.rollout_ids.tolist(), owns, strict=True)
         ]
 
     @cached_property
@@ -62,6 +63,7 @@ class ReferenceCase:
             "mu": batch.behavior_logprobs.tolist(),
             "prox": batch.proximal_logprobs.tolist(),
             "reference": batch.reference_logprobs.tolist(),
+            "then": batch.at_sampling_logprobs.tolist(),
             "mask": batch.loss_mask.tolist(),
             "age": (batch.learner_version - batch.weight_versions).tolist(),
             "tokens": batch.token_ids.tolist(),
@@ -73,7 +75,8 @@ class ReferenceCase:
 
 @cache
 def ragged(spread: float, seed: int) -> ReferenceCase:
-    """Prompts, holes in the mask, advantages of both signs and 0, a sequence without any trained token, groups of unequal size."""
+    """Prompts, holes in the mask, advantages of both signs and 0, a sequence without any trained token, groups of unequal size; tokens of
+    the present weights, of two earlier versions that are kept, and of one that isn't."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     lengths = [rng.randint(2, 9) for _ in range(11)]
     count, offsets = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
@@ -102,9 +105,13 @@ def ragged(spread: float, seed: int) -> ReferenceCase:
         weight_versions=torch.randint(3, 7, (count,), generator=generator, dtype=torch.int32),
         learner_version=6,
         group_ids=torch.tensor([0, 0, 0, 1, 1, 5, 5, 5, 5, 2, 2]),
+        rollout_ids=torch.tensor([0, 1, 1, 2, 3, 7, 4, 7, 7, 6, 6]),
         topk_ids=listed,
         topk_logprobs=mu.gather(1, listed),
     )
+    unknown = (batch.weight_versions == batch.learner_version) | (batch.weight_versions == 3)
+    then = (logits + noise()).log_softmax(1).gather(1, tokens)[:, 0]
+    batch = replace(batch, at_sampling_logprobs=torch.where(unknown, torch.nan, then))
     return ReferenceCase(batch.validate(), theta.gather(1, tokens)[:, 0], mu.exp(), theta.exp())
 
 
@@ -145,8 +152,10 @@ def at_the_bounds() -> ReferenceCase:
         advantages=advantages,
         weight_versions=torch.zeros(count, dtype=torch.int32),
         group_ids=torch.arange(count) // 5,
+        rollout_ids=torch.arange(count) // 2,
         topk_ids=torch.zeros(count, 1, dtype=torch.int64),
         topk_logprobs=mu.log()[:, None],
+        at_sampling_logprobs=torch.full((count,), torch.nan, dtype=torch.float64),
     )
     return ReferenceCase(batch.validate(), theta.log(), torch.stack([mu, 1 - mu], 1), torch.stack([theta, 1 - theta], 1))
 

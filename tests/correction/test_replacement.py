@@ -80,6 +80,7 @@ def test_bounds_of_ratios_narrow_in_the_logarithm_and_distances_in_proportion():
     ("preset", "place", "value"),
     [
         ("gmpo", lambda c: c.objective.log_clip, 0.2),  # 0.4
+        ("ctpo", lambda c: c.objective.log_dual, 0.025),  # 0.05
         ("dppo-binary-tv", lambda c: c.objective.gate.threshold, 0.075),  # 0.15
         ("minirl", lambda c: c.objective.gate.high, 0.135),  # 0.27
         ("pg-tis", lambda c: c.objective.upper, math.sqrt(3)),  # 3

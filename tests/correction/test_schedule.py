@@ -33,6 +33,9 @@ PARTS = {
             Schedule(EARLY, (LATE,), EARLY, None, None, None),
         ),
         ({"preset": "ppo"}, False, Schedule(EARLY, (), None, None, None, None)),
+        # Parts of rho are known when rho is.
+        ({"preset": "split-mis"}, False, Schedule(EARLY, (EARLY,), None, EARLY, None, None)),
+        ({"preset": "split-mis"}, True, Schedule(LATE, (LATE,), None, LATE, None, None)),
     ],
 )
 def test_the_stage_of_each_part(settings: dict[str, object], is_deferred: bool, expected: Schedule) -> None:

@@ -101,7 +101,7 @@ def one_sequence(mu, prox):
     return replace(
         batch, token_ids=torch.zeros(n, dtype=torch.int64), offsets=torch.tensor([0, n]), loss_mask=torch.ones(n, dtype=torch.bool),
         behavior_logprobs=mu, proximal_logprobs=prox, advantages=torch.ones(n, dtype=torch.float64), group_ids=torch.zeros(1).long(),
-        weight_versions=torch.full((n,), 5, dtype=torch.int32), reference_logprobs=None, turn_ids=None,
+        weight_versions=torch.full((n,), 5, dtype=torch.int32), reference_logprobs=None, at_sampling_logprobs=None, turn_ids=None,
     ).validate()  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def test_injected_noise_is_new_at_every_step():
 def test_the_coefficient_is_the_gradient_of_the_loss():
     """Whatever the objective: d loss / d log pi = -scale x weight x coefficient x A on kept tokens."""
     batch, target = random_batch(12, sequences=15)
-    for preset in ("grpo", "gspo", "gmpo", "sapo", "cispo", "minirl", "vespo", "topr", "ppo-dual-clip", "luspo", "rollout-is"):
+    for preset in ("grpo", "gspo", "gmpo", "ctpo", "sapo", "cispo", "minirl", "vespo", "topr", "ppo-dual-clip", "luspo", "rollout-is"):
         config = CorrectionConfig(preset=preset)
         corrected = correct(batch, config)
         point = target.clone().requires_grad_()

@@ -6,6 +6,7 @@ first, so that it is held to its worked examples.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ import torch
 
 from evenkeel.correction import CorrectionConfig, correct, group_advantages, policy_loss, policy_scale, settle, step_size_factor
 from evenkeel.correction.settings.schedule import needs_step_forward
+from evenkeel.correction.terms.covariance import chosen_count
 from evenkeel.correction.terms.objectives import divergence_band
 from tests.correction import reference_third as third
 from tests.correction.fixtures import random_batch
@@ -144,6 +146,16 @@ def test_sao_mask(seed):
     assert moved[0] > moved[1] > 0
 
 
+def test_a_ratio_on_a_bound_is_out():
+    """Of sao-mask at 4, which is exact in floating point; a hair below it is in."""
+    for ratio, is_in in ((4.0, False), (3.999999, True)):
+        batch, target = random_batch(0)
+        batch = replace(batch, behavior_logprobs=torch.full_like(target, -math.log(ratio)))
+        config = CorrectionConfig(preset="sao-mask")
+        out = policy_loss(correct(batch, config), torch.zeros_like(target), config)
+        assert bool(out.decided.keep_mask.any()) == is_in
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_clip_cov(seed):
     """Who is drawn is a matter of lots; of whom, and how many, is not. All eligible ones, then one token of them."""
@@ -173,6 +185,13 @@ def test_kl_cov(seed):
         assert sum(map(sum, wanted.factors)) >= 1
 
 
+@pytest.mark.parametrize("preset", ["clip-cov", "kl-cov"])
+def test_how_many_tokens_are_chosen_by_covariance(preset):
+    """verl's fraction of 2e-4, rounded down, and at least one: batches as small as those above don't tell another fraction apart."""
+    part = CorrectionConfig(preset=preset).covariance
+    assert [chosen_count(tokens, part.share) for tokens in (0, 4, 9_999, 10_000, 1_000_000)] == [0, 1, 1, 2, 200]
+
+
 @pytest.mark.parametrize(("divergence", "delta"), [("kl", 0.05), ("kl", 1e-3), ("tv", 0.05), ("chi2", 0.01)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bandpo(seed, divergence, delta):
@@ -185,6 +204,17 @@ def test_bandpo(seed, divergence, delta):
         objective = {"band": band, "clip_low": low, "clip_high": high}
         moved = check({"preset": "bandpo", "objective": objective}, rows, wanted)
         assert 0 < moved < sum(map(sum, rows.mask))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ctpo(seed):
+    """Its own constants clip most tokens of so wide a batch; the wider ones fewer."""
+    rows = Rows(seed, spread=0.4)
+    known = {"theta": rows.theta, "prox": rows.prox, "advantages": rows.advantages, "mask": rows.mask}
+    moved = [check({"preset": "ctpo"}, rows, third.ctpo(**known))]
+    wider = {"log_low": 0.2, "log_high": 0.3, "log_dual": 0.7, "power": 0.2}
+    moved.append(check({"preset": "ctpo", "objective": wider}, rows, third.ctpo(**known, **wider)))
+    assert 0 < moved[0] < moved[1] < sum(map(sum, rows.mask))
 
 
 def test_bands_of_single_tokens():

@@ -8,10 +8,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.deploy.test_ray_cluster import script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "slurm.sh"
@@ -32,7 +35,7 @@ THREE = "Active:\n 1 node_a\n 1 node_b\n 1 node_c\nPending:\n"
 
 
 class Job:
-    def __init__(self, folder: Path, **variables: str) -> None:
+    def __init__(self, folder: Path, start: Sequence[str] = (str(SCRIPT), "recipes/x.yaml", "steps=5"), **variables: str) -> None:
         programs = folder / "bin"
         programs.mkdir()
         for name, text in PROGRAMS.items():
@@ -47,8 +50,8 @@ class Job:
             "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_GPUS_PER_NODE": "h100:8",
             "NODES": THREE, "CALLS": str(self.calls), "TOKENS": str(self.tokens), "MODES": str(self.modes),
         }  # fmt: skip
-        words, both = [str(SCRIPT), "recipes/x.yaml", "steps=5"], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(words, env=environment | variables, text=True, **both)  # type: ignore[call-overload]
+        both: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen(start, env=environment | variables, cwd=ROOT, text=True, **both)
 
     def lines(self) -> list[str]:
         return self.calls.read_text().splitlines() if self.calls.exists() else []
@@ -121,3 +124,17 @@ def test_a_node_that_doesn_t_join_is_said(tmp_path: Path) -> None:
     code, output = job.end()
     assert code == 1 and "only 1 of 3 nodes are in the Ray cluster at 127.0.0.1:6379" in output
     assert not any(line.startswith("evenkeel") for line in job.lines())
+
+
+def test_what_evenkeel_deploy_prints_hands_over_to_it(tmp_path: Path) -> None:
+    """With units, object store and words of the recipe; the job's signal reaches the script, as both are one process."""
+    text = script("qwen3_8b_8gpu", "rollout.workers=12")
+    (printed := tmp_path / "job.sh").write_text(text)
+    job = Job(tmp_path, start=["bash", str(printed)], ENDS="0")
+    code, output = job.end()
+    assert code == 0, output
+    starts = [line for line in job.lines() if line.startswith("srun") and "/ray start" in line]
+    assert len(starts) == 2 and all('--resources={"rollout": 8} --object-store-memory=' in line for line in starts)
+    (run,) = [line for line in job.lines() if line.startswith("evenkeel")]
+    words = "rollout.workers=12 --retries 3 metrics.bind=node metrics.discovery_port=9400 ray.address=127.0.0.1:6379"
+    assert run == f"evenkeel train recipes/qwen3_8b_8gpu.yaml {words}"

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenkeel.correction.batch import PackedBatch
 from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.config import WHOLE_VOCABULARY, Truncation
 from evenkeel.rollout.engine.engine import RolloutEngine
-from evenkeel.rollout.trajectory import Trajectory
+from evenkeel.rollout.trajectory import KeptTokens, Trajectory
 from tests.tiny_models import SPECIAL_TOKENS, save_tiny_model, save_tiny_tokenizer
 
 VOCABULARY = 512
@@ -48,32 +50,43 @@ def random_prompts(count: int, seed: int, longest: int = 500) -> list[tuple[int,
 
 
 async def sample_in_random_batches(
-    engine: RolloutEngine, prompts: Sequence[tuple[int, ...]], *, temperature: float, seed: int, longest: int = 60
+    engine: RolloutEngine,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    temperature: float,
+    seed: int,
+    longest: int = 60,
+    truncation: Truncation = WHOLE_VOCABULARY,
 ) -> list[Sampled]:
-    """Requests come and go at random times, so that the engine's batches are of any size and mix prefill and decode.
+    """Requests come and go at random times, so that the engine's batches are of any size and mix prefill and decode, and mix requests with
+    the truncation, every other one, with those without.
 
     They come within about the time that the longest answer takes: what comes later finds nobody.
     """
     draw, last_s = random.Random(seed), longest / 50
 
-    async def one(prompt: tuple[int, ...], delay_s: float, tokens: int, samples: int) -> list[Sampled]:
+    async def one(number: int, prompt: tuple[int, ...], delay_s: float, tokens: int, samples: int) -> list[Sampled]:
         await asyncio.sleep(delay_s)
-        answers = await engine.generate(prompt, max_tokens=tokens, temperature=temperature, samples=samples, ignore_stop=True)
+        how: dict[str, Any] = {"temperature": temperature, "truncation": truncation if number % 2 else WHOLE_VOCABULARY}
+        answers = await engine.generate(prompt, max_tokens=tokens, samples=samples, ignore_stop=True, **how)
         return [Sampled(prompt, answer) for answer in answers]
 
     plans = [(p, draw.random() * last_s * draw.randint(0, 1), draw.randint(1, longest), draw.choice((1, 1, 3))) for p in prompts]
-    return [sampled for group in await asyncio.gather(*(one(*plan) for plan in plans)) for sampled in group]
+    return [sampled for group in await asyncio.gather(*(one(i, *plan) for i, plan in enumerate(plans))) for sampled in group]
 
 
 def as_batch(sampled: Sequence[Sampled], *, temperature: float, version: int = 0) -> PackedBatch:
     """Sequences in the order given; every sampled token is in the loss mask and carries the version of its span."""
-    token_ids, loss_mask, logprobs, versions, offsets = [], [], [], [], [0]
+    token_ids, loss_mask, logprobs, versions, counts, ids, offsets = [], [], [], [], [], [], [0]
     for one in sampled:
         answer = one.completion
         token_ids += [*one.prompt, *answer.response_ids]
         loss_mask += [False] * len(one.prompt) + [True] * len(answer.response_ids)
         logprobs += [0.0] * len(one.prompt) + list(answer.behavior_logprobs)
         versions += [-1] * len(one.prompt) + [span.version for span in answer.version_spans for _ in range(span.start, span.end)]
+        sets = answer.kept_tokens or KeptTokens.of([()] * len(answer.response_ids))
+        counts += [0] * len(one.prompt) + list(sets.counts)
+        ids += list(sets.ids)
         offsets.append(len(token_ids))
     advantages = torch.randn(len(sampled), generator=torch.Generator().manual_seed(version)) * 0.5
     return PackedBatch(
@@ -86,6 +99,8 @@ def as_batch(sampled: Sequence[Sampled], *, temperature: float, version: int = 0
         group_ids=_groups([one.prompt for one in sampled]),
         learner_version=version,
         temperature=temperature,
+        kept_counts=torch.tensor(counts, dtype=torch.int32) if ids else None,
+        kept_ids=torch.tensor(ids, dtype=torch.int32) if ids else None,
     ).validate()
 
 

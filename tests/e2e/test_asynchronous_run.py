@@ -26,6 +26,7 @@ from evenkeel.actors.checkpoints.state import TrainingState
 from evenkeel.actors.driver.controller import ENDED_BY_ALARM
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.correction.early_warning.monitor import Event, Monitor, State
+from evenkeel.dashboard.frozen import read_report
 from tests.e2e.cluster import is_up, ray_cluster, scraped_roles
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, check_private, command_of, environment, living
 from tests.failures.measured import Recovery
@@ -53,7 +54,7 @@ ALARM = [
 ]  # fmt: skip
 STEPS_BEFORE = 9
 """Of the first part: those that the monitor leaves out, and its baseline."""
-ROLES = {"controller", "learner", "rollout"}
+ROLES = {"controller", "correction", "learner", "rollout"}
 BARE_NAMES = ("actors", "correction", "engines", "learner", "rollout")
 """Of folders here. Whoever imported one by that name would have a second copy of each of its classes."""
 OURS = ("RolloutWorker", "LearnerRankActor", "CorrectionService", "sglang::", "reward_process")
@@ -206,9 +207,9 @@ def test_every_prompt_is_accounted_for_once(story: Story) -> None:
     settled = [entry["prompt_id"] for entry in entries]
     assert len(set(settled)) == len(settled)
     state = TrainingState.load(RunFolder.view(story.resumed.run_dir).checkpoints()[-1].state)
-    outstanding = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
+    outstanding = [t.prompt.prompt_id for t in state.book.in_flight] + [g.prompt.prompt_id for g in state.book.finished]
     positions = sorted(int(prompt_id.rpartition("/")[2]) for prompt_id in settled + outstanding)
-    assert positions == list(range(state.queue.admitted))
+    assert positions == list(range(state.book.admitted))
     trained = [entry["step"] for entry in entries if entry["outcome"] == "trained"]
     assert [trained.count(step) for step in range(1, story.last_step + 1)] == [GROUPS] * story.last_step
     assert "damaged" not in story.resumed.events(), "a resume counts the ledger, the lines and the checkpoints' files"
@@ -218,7 +219,7 @@ def test_the_admission_bound_holds_at_every_step(story: Story) -> None:
     for line in story.resumed.metrics():
         outstanding = line["groups/admitted_total"] - line["groups/trained_total"] - line["groups/discarded_total"]
         assert outstanding <= (MAX_STALENESS + 1) * GROUPS
-        assert line["queue/outstanding"] <= (MAX_STALENESS + 1) * GROUPS
+        assert line["groups/outstanding"] <= (MAX_STALENESS + 1) * GROUPS
         assert line["staleness/max"] <= MAX_STALENESS
         assert line["groups/trained_total"] == GROUPS * line["step"]
 
@@ -272,8 +273,8 @@ def test_the_alarm_is_in_every_view(story: Story) -> None:
     assert line["monitor/level"] == 2 and line[f"monitor/alarms_total/{alarm.name}"] == 1
     assert f"alarm   step {alarm.step}: {alarm.message}" in run.events()
     assert f"alarm: step {alarm.step}: {alarm.message}" in run.output()
-    report = (run.run_dir / "report.html").read_text()
-    assert '<li class="alarm">' in report and "Early warning" in report
+    shown = read_report(run.run_dir / "report.html")["overview"]
+    assert (alarm.step, "alarm", alarm.message) in [(one["step"], one["state"], one["text"]) for one in shown["warnings"]]
 
 
 def test_a_resume_would_know_what_the_run_knew(story: Story) -> None:
@@ -306,7 +307,7 @@ def test_tokens_carry_the_versions_that_sampled_them(story: Story, small_model: 
     """
     assert any(line["staleness/mixed_version_share"] > 0 for line in story.resumed.metrics())
     checkpoints = {c.step: c for c in RunFolder.view(story.first.run_dir).checkpoints()}
-    groups = {g.group_id: g for c in checkpoints.values() for g in TrainingState.load(c.state).queue.finished}
+    groups = {g.group_id: g for c in checkpoints.values() for g in TrainingState.load(c.state).book.finished}
     found = [trajectory for group in groups.values() for trajectory in group.trajectories]
     models = {0: hf_model(small_model)} | {step: hf_model(checkpoint.hf) for step, checkpoint in checkpoints.items()}
     compared = 0
@@ -331,7 +332,7 @@ def test_versions_differ_enough_to_tell_them_apart(story: Story) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_an_alarm_has_ended_is_resumed_and_ends_by_its_steps(story: Story, tmp_path: Path) -> None:
-    """A second resume, on a private Ray again. The fast suite has one after kill -9, a Ctrl-C whose checkpoint accounts for every prompt,
+    """A second resume, on a private Ray again. The fast suite has one after kill -9, an alarm's checkpoint that accounts for every prompt,
     and in simulated runs (tests/simulation) the same controller to the last of its steps."""
     folder = Path(shutil.copytree(story.resumed.run_dir, tmp_path / "again"))
     again = Run(folder, "--resume", str(folder), "ray.address=null", "monitor.on_alarm=none", f"steps={story.last_step + 1}")

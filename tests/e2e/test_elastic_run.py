@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.elastic import MODEL, RUN, ElasticRun, Moment, Timeline, grown, is_balanced, prompts_of, shrunk, started
 from benchmarks.sides import NANO_RECIPE, evenkeel, steps_of
-from evenkeel.rollout.tasks.prompt_place import PromptPlace
+from evenkeel.rollout.prompt_place import PromptPlace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 DRAIN_S = 1.0

@@ -24,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from evenkeel.actors.checkpoints.state import TrainingState
 from evenkeel.actors.metrics.step_metrics import by_worker
 from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.timeline import LaneSpan
+from evenkeel.dashboard.frozen import read_report
 from tests.e2e.exact_runs import EXACT, assert_all_equal, assert_same, run_to_its_end
 from tests.e2e.launch import RECIPE, Run
 
@@ -136,12 +138,48 @@ def test_each_worker_says_how_long_it_waited(story: Story) -> None:
         assert min(shares.values()) - 1e-9 <= line["wait/rollout_share"] <= max(shares.values()) + 1e-9
 
 
+def test_the_timeline_says_what_each_process_did_all_of_the_time(story: Story) -> None:
+    """At least 98 % of each lane, from its first span to its last, in one order of causes across six processes: a rank's step lies within
+    the driver's of that version, and a group is sampled, waits, and is trained, on clocks that agree to 50 ms."""
+    lanes: dict[str, list[LaneSpan]] = {}
+    for span in RunFolder.view(story.run.run_dir).read_timeline():
+        lanes.setdefault(span.lane, []).append(span)
+    ranks, workers = ["rank-0", "rank-1"], [f"worker-{name}" for name in story.names]
+    assert sorted(lanes) == sorted(["book", "driver", "service", *ranks, *workers])
+    for lane in ("driver", *ranks, *workers):
+        assert _covered(lanes[lane]) >= 0.98, (lane, _covered(lanes[lane]))
+    steps = {span.version: span for span in lanes["driver"] if span.what == "step"}
+    assert sorted(steps) == list(range(len(story.lines)))
+    for rank in ranks:
+        assert [span.version for span in lanes[rank] if span.what == "step"] == sorted(steps)
+        assert all(_within(span, steps[span.version]) for span in lanes[rank] if span.what == "step")
+    sampled = {span.group: span for worker in workers for span in lanes[worker] if span.what == "sample" and span.why is None}
+    queued = {span.group: span for span in lanes["book"]}
+    assert len(queued) >= len(steps) * GROUPS and queued.keys() <= sampled.keys()
+    for group, span in queued.items():
+        assert sampled[group].end <= span.begin + 0.05
+        assert span.version not in steps or span.end <= steps[span.version].begin + 0.05
+
+
+def _covered(spans: list[LaneSpan]) -> float:
+    """Share of the time from the first begin to the last end in which there is a span."""
+    covered, until = 0.0, min(span.begin for span in spans)
+    began = until
+    for span in sorted(spans, key=lambda span: span.begin):
+        covered += max(0.0, span.end - max(span.begin, until))
+        until = max(until, span.end)
+    return covered / (until - began)
+
+
+def _within(inner: LaneSpan, outer: LaneSpan) -> bool:
+    return outer.begin - 0.05 <= inner.begin and inner.end <= outer.end + 0.05
+
+
 def test_terminal_report_and_prometheus_tell_the_workers_apart(story: Story) -> None:
     last = next(line for line in reversed(story.together) if len(by_worker(line, "wait_share")) == story.workers)
     assert f"    workers  {_expected(last, story.names)}" in story.run.output().splitlines()
-    page = (story.run.run_dir / "report.html").read_text()
-    rows = dict(re.findall(r"<tr><td>(\d)</td><td>\d+ to \d+</td><td>([\d,]+)</td>", page))
-    assert {name: int(count.replace(",", "")) for name, count in rows.items()} == {
+    rows = read_report(story.run.run_dir / "report.html")["overview"]["workers"]
+    assert {name: int(count.replace(",", "")) for name, _, count, *_ in rows} == {
         name: sum(by_worker(line, "groups").get(name, 0) for line in story.lines) for name in story.names
     }
     for name in ("tokens", "groups", "wait_ratio", "weight_version"):
@@ -158,10 +196,10 @@ def test_every_prompt_is_accounted_for_once(story: Story) -> None:
     settled = [entry["prompt_id"] for entry in story.run.ledger()]
     assert len(set(settled)) == len(settled)
     state = TrainingState.load(RunFolder.view(story.run.run_dir).checkpoints()[-1].state)
-    outstanding = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
-    outstanding += [group.prompt_id for group in state.queue.unreported]  # discarded since the last step: the next one's to settle
+    outstanding = [t.prompt.prompt_id for t in state.book.in_flight] + [g.prompt.prompt_id for g in state.book.finished]
+    outstanding += [group.prompt_id for group in state.book.unreported]  # discarded since the last step: the next one's to settle
     positions = sorted(int(prompt_id.rpartition("/")[2]) for prompt_id in settled + outstanding)
-    assert positions == list(range(state.queue.admitted))
+    assert positions == list(range(state.book.admitted))
 
 
 def test_ctrl_c_ends_with_a_checkpoint_and_a_report(story: Story) -> None:

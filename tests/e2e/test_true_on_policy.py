@@ -1,8 +1,9 @@
 """True on-policy with the real SGLang and the real Megatron: sampled and trained logprobs are the same bits.
 
 1. Prompts of 1 to 500 tokens, requests that come and go, several temperatures, prefix-cache hits: 0 differing tokens, in any packing,
-   with shared prompts or without, with one and two threads of the learner.
+   with shared prompts or without, with one and two threads of the learner. So are those over kept sets.
 2. A retracting update in flight: the tokens of both versions equal their own weights' logprobs.
+   So are those of turns, with an update at a turn's border.
 3. SGLang's scores of given tokens are those bits, too.
 4. Training steps: the logprobs that each step trains with are those that were sampled with.
 5. Seeded answers repeat, whatever runs at the same time.
@@ -34,10 +35,12 @@ from evenkeel.engines.weights import WeightBucket
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.learner_rank import LearnerRank
 from evenkeel.learner.model.inputs import find_shared_prefixes
-from evenkeel.rollout.continuation import is_begun
+from evenkeel.rollout.config import WHOLE_VOCABULARY, TrainOverlong, Truncation
+from evenkeel.rollout.continuation import is_begun, with_more_to_read
 from evenkeel.rollout.engine.engine import RolloutEngine
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
-from evenkeel.rollout.trajectory import FinishReason, Trajectory, VersionSpan
+from evenkeel.rollout.packing import pack_groups
+from evenkeel.rollout.trajectory import FinishReason, Group, Prompt, Trajectory, VersionSpan
 from lab.weight_buckets import weight_buckets
 from tests.conftest import BackgroundLoop
 from tests.e2e.on_policy_cases import Sampled, as_batch, random_packing, random_prompts, sample_in_random_batches, save_model
@@ -97,11 +100,16 @@ def scored(prompt: tuple[int, ...], response: tuple[int, ...], logprobs: list[fl
 
 
 def differing(
-    engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, temperature: float, packings: Sequence[int]
+    engine: RolloutEngine,
+    learner: LearnerRank,
+    loop: BackgroundLoop,
+    temperature: float,
+    packings: Sequence[int],
+    truncation: Truncation = WHOLE_VOCABULARY,
 ) -> tuple[int, int]:
     """(tokens that differ in one of the packings, tokens compared in each)."""
-    asked = random_prompts(24, seed=int(temperature * 10))
-    sampled = loop.run(sample_in_random_batches(engine, asked, temperature=temperature, seed=int(temperature * 10)))
+    asked, seed = random_prompts(24, seed=int(temperature * 10)), int(temperature * 10)
+    sampled = loop.run(sample_in_random_batches(engine, asked, temperature=temperature, seed=seed, truncation=truncation))
     batch = as_batch(sampled, temperature=temperature, version=engine.version)
     assert len(find_shared_prefixes(batch, share_prompts=True)) < batch.num_sequences, "some packings share prompts"
     found = 0
@@ -117,6 +125,15 @@ def test_random_prompts_batches_and_packings(exact_engine: RolloutEngine, exact_
         found, tokens = differing(exact_engine, exact_learner, engine_loop, temperature, packings)
         assert tokens > 700
         assert found == 0, f"{found} of {tokens} tokens differ at temperature {temperature}"
+
+
+def test_tokens_drawn_from_a_part_of_the_vocabulary(
+    exact_engine: RolloutEngine, exact_learner: LearnerRank, engine_loop: BackgroundLoop
+) -> None:
+    """Every other request, in batches with others: both sides take one softmax over the same kept set."""
+    for truncation, packings in ((Truncation(top_p=0.8, top_k=20), (1, 2)), (Truncation(min_p=0.02), (4, 7))):
+        found, tokens = differing(exact_engine, exact_learner, engine_loop, 0.9, packings, truncation)
+        assert tokens > 700 and found == 0, f"{found} of {tokens} tokens differ under {truncation}"
 
 
 def test_turns_that_go_on_from_the_prefix_cache(
@@ -177,6 +194,43 @@ def test_an_update_in_flight_under_retract(
         assert agreement.first is None, f"{agreement.differing} of {agreement.tokens}: {agreement.first}"
 
 
+def test_turns_of_a_session_with_an_update_at_their_border(
+    exact_engine: RolloutEngine, exact_learner: LearnerRank, engine_loop: BackgroundLoop, folder: Path, tmp_path: Path
+) -> None:
+    """Three turns: the second goes on from the cache, the third after new weights, which read all before it anew. Tokens of both versions
+    have the bits of one forward over the whole."""
+    dtype, version = exact_learner.config.torch_dtype, exact_engine.version
+    old = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    new = {name: tensor + 0.02 * tensor.std() for name, tensor in old.items()}
+
+    async def turn(prompt: tuple[int, ...], begun: Sequence[Trajectory], length: int) -> Trajectory:
+        limit = length + sum(len(one.answer_ids) for one in begun)
+        return (await exact_engine.generate(prompt, max_tokens=limit, ignore_stop=True, begun=begun))[0]
+
+    async def turns() -> list[Trajectory]:
+        asked = random_prompts(8, seed=6, longest=150)
+        found = await asyncio.gather(*(turn(prompt, (), 5 * i + 5) for i, prompt in enumerate(asked)))
+        for reading in ([7, 8, 9], list(range(20, 60))):
+            if reading[0] == 20:
+                await exact_engine.update_weights(version + 1, [WeightBucket.of(new)])
+            begun = [with_more_to_read(one, reading) for one in found]
+            found = await asyncio.gather(*(turn(p, [one], 40 - 3 * i) for i, (p, one) in enumerate(zip(asked, begun, strict=True))))
+        return [replace(one, reward=1.0) for one in found]
+
+    sessions = tuple(engine_loop.run(turns()))
+    engine_loop.run(exact_engine.update_weights(version + 2, [WeightBucket.of(old)]))
+    group = Group(0, Prompt("p", "", (5,), ""), sessions, admitted_version=0)
+    how: dict[str, Any] = {"advantage": lambda rewards, _: rewards, "overlong": TrainOverlong(), "max_tokens": {"": 1000}}
+    batch = pack_groups([group], learner_version=version + 1, **how).batch
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    save_file(new, changed / "model.safetensors", metadata={"format": "pt"})
+    for held, weights in ((version + 1, changed), (version, folder)):
+        exact_learner.load(weights)
+        agreement = compare(replace(batch, learner_version=held), random_packing(exact_learner, batch, seed=held, threads=1))
+        assert agreement.tokens > 200
+        assert agreement.first is None, f"{agreement.differing} of {agreement.tokens}: {agreement.first}"
+
+
 def test_seeded_answers_depend_on_weights_prompt_and_seed_alone(
     exact_engine: RolloutEngine, engine_loop: BackgroundLoop, folder: Path, case: Case
 ) -> None:
@@ -217,7 +271,7 @@ def test_answers_handed_back_end_elsewhere_as_if_nothing_had_happened(
     exact_engine: RolloutEngine, engine_loop: BackgroundLoop, folder: Path, case: Case, elsewhere: str
 ) -> None:
     """One engine leaves in the midst of answers, others of them are at their beginning. Whoever goes on with them reads their tokens anew:
-    ids, logprobs and likeliest tokens are the bits of the answers that nobody interrupted.
+    ids, logprobs, likeliest tokens and kept sets are the bits of the answers that nobody interrupted.
 
     The second engine has another number of threads than the first. Where the same engine stands for it, its whole KV cache is flushed
     before, so that it has nothing of the answers but their tokens.
@@ -228,9 +282,10 @@ def test_answers_handed_back_end_elsewhere_as_if_nothing_had_happened(
     async def answers(engine: RolloutEngine, of: Sequence[int], begun: Sequence[list[Trajectory]] = ()) -> list[list[Trajectory]]:
         ask: dict[str, Any] = {"max_tokens": 120, "temperature": 1.3, "samples": 3, "topk": 2, "ignore_stop": True}
         seeds = [[100 * i, 100 * i + 1, 100 * i + 2] for i in of]
-        started = begun or [[] for _ in of]
+        cuts = [Truncation(top_p=0.9, min_p=1e-3) if i % 2 else WHOLE_VOCABULARY for i in of]
+        plans = zip(of, seeds, cuts, begun or [[] for _ in of], strict=True)
         return await asyncio.gather(
-            *(engine.generate(asked[i], seeds=own, begun=first, **ask) for i, own, first in zip(of, seeds, started, strict=True))
+            *(engine.generate(asked[i], seeds=own, truncation=cut, begun=first, **ask) for i, own, cut, first in plans)
         )
 
     async def interrupted() -> list[list[Trajectory]]:
@@ -258,7 +313,7 @@ def test_answers_handed_back_end_elsewhere_as_if_nothing_had_happened(
             await second.shutdown()
 
     def contents(groups: list[list[Trajectory]]) -> list[tuple[Any, ...]]:
-        return [(one.response_ids, one.behavior_logprobs, one.top_logprobs) for group in groups for one in group]
+        return [(one.response_ids, one.behavior_logprobs, one.top_logprobs, one.kept_tokens) for group in groups for one in group]
 
     whole, begun, ended = engine_loop.run(run())
     assert all(len(one.response_ids) == 120 and not is_begun(one) for group in whole + ended for one in group)
@@ -268,11 +323,13 @@ def test_answers_handed_back_end_elsewhere_as_if_nothing_had_happened(
 
 
 def train(engine: RolloutEngine, learner: LearnerRank, loop: BackgroundLoop, steps: int) -> list[int]:
-    """Differing tokens of each step: sampled by the engine, trained by the learner, whose weights then go to the engine."""
+    """Differing tokens of each step: sampled by the engine, trained by the learner, whose weights then go to the engine. In every other
+    step half of the answers come from kept sets."""
     found, config = [], CorrectionConfig()
     for step in range(steps):
         asked = random_prompts(8, seed=step, longest=40)
-        sampled = loop.run(sample_in_random_batches(engine, asked, temperature=1.0, seed=step, longest=30))
+        cut = Truncation(top_p=0.9) if step % 2 else WHOLE_VOCABULARY
+        sampled = loop.run(sample_in_random_batches(engine, asked, temperature=1.0, seed=step, longest=30, truncation=cut))
         batch = as_batch(sampled, temperature=1.0, version=engine.version)
         result = learner.step(defer(batch, config), config, step=step)
         assert result.grad_norm > 0, "agreement at later versions would be a matter of course"

@@ -6,11 +6,14 @@ engine's own process is the learner's.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from evenkeel.actors.record.recorder import ProbeWatch
 from evenkeel.actors.settings.probe_limits import ProbeLimits
@@ -18,10 +21,17 @@ from evenkeel.engines.weights import WeightBucket, compare_checksums
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.learner_rank import LearnerRank
 from evenkeel.learner.training.step import unsampled_batch
+from evenkeel.rollout.config import ExactMatchReward, SamplingConfig, TrainOverlong
 from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.packing import pack_groups
+from evenkeel.rollout.rewards.rewards import RewardPool
+from evenkeel.rollout.sampler import Player, Sampler
+from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.trajectory import Group, Prompt
 from lab.weight_buckets import weight_buckets
 from tests.conftest import BackgroundLoop
-from tests.rollout.hf_reference import hf_model, largest_difference, response_logprobs
+from tests.rollout.engine_scene import prompts
+from tests.rollout.hf_reference import hf_model, k3, largest_difference, response_logprobs
 
 pytestmark = pytest.mark.engine
 
@@ -73,6 +83,45 @@ def test_three_updates(
             moved = largest_difference(scored, before)
             assert moved > ProbeLimits.of("float32", layers=2).largest, "the probe of a sync would not see that an update went missing"
         before = scored
+
+
+def test_turns_of_a_session_are_those_of_one_forward_of_the_learner(
+    learner: LearnerRank, engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path
+) -> None:
+    """Eight sessions of eight turns, each read on from the engine's cache, and an update after the fourth: the learner computes logprobs
+    of all tokens of a session in one forward, with the weights of either version. k3 of a version's tokens is rounding."""
+    sampling = SamplingConfig(samples_per_group=8, max_tokens=400)
+    encoder = ChatEncoder(AutoTokenizer.from_pretrained(tiny_model))
+    sampler = Sampler(engine, {"": Player(encoder, RewardPool(ExactMatchReward(processes=1)), sampling)})
+    prompt = Prompt("train/0/0", "", tuple(prompts(1, 9, seed=2)[0]), "")
+    rollouts = [sampler.session(prompt, number) for number in range(8)]
+    readings = [[], *prompts(7, 6, seed=3)]
+
+    def turns(these: list[list[int]]) -> None:
+        async def run() -> None:
+            for reading in these:
+                await asyncio.gather(*(one.sample(reading, max_tokens=9) for one in rollouts))
+
+        engine_loop.run(run())
+
+    weights = []
+    for part in (readings[:4], readings[4:]):
+        train(learner, seed=len(weights) + 5)
+        engine_loop.run(engine.update_weights(engine.version + 1, on_the_wire(learner)))
+        weights.append(learner.weights_copy())
+        turns(part)
+
+    scored = tuple(replace(one.trajectory, reward=float(i)) for i, one in enumerate(rollouts))
+    groups = [Group(0, prompt, scored, admitted_version=0)]
+    overlong = TrainOverlong()
+    batch = pack_groups(groups, learner_version=engine.version, advantage=lambda r, _: r, overlong=overlong, max_tokens={"": 400}).batch
+    assert batch.turn_ids is not None and int(batch.turn_ids.max()) == 7
+    for version, of_version in zip((engine.version - 1, engine.version), weights, strict=True):
+        logprobs = learner.logprobs_with(of_version, batch)
+        sampled = batch.loss_mask & (batch.weight_versions == version)
+        others = batch.loss_mask & ~sampled
+        assert k3(batch.behavior_logprobs[sampled].tolist(), logprobs[sampled].tolist()) < 1e-12
+        assert k3(batch.behavior_logprobs[others].tolist(), logprobs[others].tolist()) > 1e-6, "the other version's are others"
 
 
 def test_the_probe_finds_weights_that_did_not_arrive(learner: LearnerRank, engine: RolloutEngine, engine_loop: BackgroundLoop) -> None:

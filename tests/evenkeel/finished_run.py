@@ -80,12 +80,12 @@ def hasty(config: RunConfig, checkpoint_s: float = 0.1) -> RunConfig:
     return config.model_copy(update={"deadlines": config.deadlines.model_copy(update={"checkpoint_s": checkpoint_s})})
 
 
-def resumed(folder: RunFolder, overrides: Sequence[str], *, discard_queue: bool = False) -> ResumePoint:
+def resumed(folder: RunFolder, overrides: Sequence[str], *, discard_groups: bool = False) -> ResumePoint:
     """Where a resume on a machine without a GPU goes on, once all that it runs with is derived."""
     found = find_resume_point(folder, overrides)
     assert found.point is not None
     config = with_devices(found.recipe.config, has_gpu=False)
-    return with_settings(folder, found.point, found.recipe, config, discard_queue=discard_queue)
+    return with_settings(folder, found.point, found.recipe, config, discard_groups=discard_groups)
 
 
 def keep_in_checkpoint(folder: RunFolder, config: RunConfig) -> None:

@@ -200,15 +200,16 @@ def test_the_settings_that_one_usually_sets_are_a_page() -> None:
 
 
 def test_what_kinds_and_sections_share_is_explained_once() -> None:
-    """Four rewards have the same limits, and init.learner is a learner."""
+    """Four rewards have the same limits, init.learner is a learner, and one of several tasks has the keys of the only one."""
     text = explain(RunConfig)
     heads = [line for line in text.splitlines() if line and not line.startswith(" ")]
     assert len(heads) == len(set(heads)) and sum(head.startswith("rollout.reward.deadline_s:") for head in heads) == 1
-    assert "rollout.task.distinct: bool = false   [kind: file or huggingface]" in heads
+    assert "rollout.task.distinct: bool = false   [kind: file or huggingface or folders]" in heads
     assert "init.learner: section = as below   [keys as in learner]" in heads and "init.learner.seed" not in text
     named = {head.partition(":")[0] for head in heads}
     left = {line.path for line in explain_lines(RunConfig)} - named
-    assert all(path.startswith(("init.learner.", "correction.objective.gate.relax.")) or path.endswith(".kind") for path in left), left
+    elsewhere = ("init.learner.", "correction.objective.gate.relax.", "rollout.tasks.N.")
+    assert all(path.startswith(elsewhere) or path.endswith(".kind") for path in left), left
 
 
 def test_unknown_key_names_file_line_and_nearest(recipe: Path) -> None:
@@ -316,7 +317,7 @@ def test_explain_lists_every_key_with_type_default_and_meaning() -> None:
     assert "rollout.workers: int > 0 = 1\n    Engines." in explain(Run)
     assert "objective.kind" not in explain(Run)  # the section's own line has it
     assert "learner.seed: int = 1234\n" in (text := explain(RunConfig, "learner"))
-    assert "learner.dtype: auto | float32 | bfloat16 | float16 = auto   [derived in a run unless it is given]\n" in text
+    assert "learner.dtype: auto | bfloat16_if_fast | float32 | bfloat16 | float16 = auto   [derived in a run unless it is given]\n" in text
 
 
 def test_explain_one_section() -> None:

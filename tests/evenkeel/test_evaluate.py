@@ -14,8 +14,8 @@ from evenkeel import evaluation as command
 from evenkeel.correction.errors import ConfigError
 from evenkeel.rollout.config import RolloutConfig
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
-from evenkeel.rollout.tasks.tasks import build_task
 from evenkeel.rollout.trajectory import Prompt, Trajectory
+from evenkeel.task_config import mixture
 from tests.actors.cases import trajectory
 
 
@@ -29,7 +29,7 @@ class Unscored:
     """Those that were asked for."""
 
     @asynccontextmanager
-    async def started(self, sample: Prompt) -> AsyncIterator[None]:
+    async def started(self, samples: Sequence[Prompt]) -> AsyncIterator[None]:
         yield
 
     async def answer(self, asked: Sequence[Prompt], how: object) -> list[tuple[Trajectory, ...]]:
@@ -38,7 +38,7 @@ class Unscored:
 
 def test_half_a_surrogate_pair_in_an_error_is_written_as_its_escape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "Asker", Unscored)
-    monkeypatch.setattr(command, "task_for", lambda config: (build_task(config.rollout.task), 100))
+    monkeypatch.setattr(command, "tasks_for", lambda config: (mixture(config, {}), config.rollout.with_context(100)))
     samples = tmp_path / "answers.txt"
     result = command.evaluate_folder(tmp_path, "spell_backward", [], problems=2, samples=samples, say=lambda _: None)
     assert result.failed == 2 and samples.read_text(encoding="utf-8").count(r"no such key: \ud83d)") == 2
@@ -47,7 +47,7 @@ def test_half_a_surrogate_pair_in_an_error_is_written_as_its_escape(tmp_path: Pa
 def asks(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: int) -> Callable[..., EngineConfig]:
     """Takes settings, and returns the engine that a machine with so many GPUs would be asked for."""
     monkeypatch.setattr(command, "Asker", Unscored)
-    monkeypatch.setattr(command, "task_for", lambda config: (build_task(config.rollout.task), 100))
+    monkeypatch.setattr(command, "tasks_for", lambda config: (mixture(config, {}), config.rollout.with_context(100)))
     monkeypatch.setattr(command, "visible_gpus", lambda: gpus)
 
     def ask(*words: str) -> EngineConfig:

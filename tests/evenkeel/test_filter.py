@@ -24,13 +24,14 @@ from evenkeel.rollout.config import AnswerSampling, RolloutConfig
 from evenkeel.rollout.rewards.rewards import RewardPool
 from evenkeel.rollout.tasks.tasks import build_task
 from evenkeel.rollout.trajectory import Prompt, Trajectory
+from evenkeel.task_config import mixture
 from tests.actors.cases import trajectory
 
 Rewards = Callable[[Prompt], Sequence[float | None]]
 
 
 def recipe(*words: str) -> RunConfig:
-    made_up = ["model=models/none", "steps=1", "groups_per_step=1", "rollout.sampling.temperature=0.9"]
+    made_up = ["model=models/none", "steps=1", "groups_per_step=1", "rollout.sampling.temperature=0.9", "rollout.sampling.top_k=50"]
     return load_config(RunConfig, None, [*made_up, *words])
 
 
@@ -54,7 +55,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rewards], list[str]]:
                 yield
 
             async def answer(self, asked: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
-                assert (how.temperature, how.top_p) == (0.9, 1.0), "as in training"
+                assert (how.temperature, how.top_p, how.top_k) == (0.9, 1.0, 50), "as in training"
                 prompts.extend(prompt.text for prompt in asked)
                 await asyncio.sleep(0)
                 found = [tuple(trajectory(prompt, reward=reward) for reward in rewards(prompt)) for prompt in asked]
@@ -64,7 +65,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rewards], list[str]]:
         monkeypatch.setattr(command, "Asker", Fake)
         return prompts
 
-    monkeypatch.setattr(command, "task_for", lambda config: (build_task(config.rollout.task), 100))
+    monkeypatch.setattr(command, "tasks_for", lambda config: (mixture(config, {}), config.rollout.with_context(100)))
     return use
 
 
@@ -102,6 +103,20 @@ def test_what_is_solved_within_the_bounds_is_kept_with_all_of_its_columns(tmp_pa
     again = build_task(recipe(*questions(tmp_path / "rows.jsonl"), *told[-1].partition("RECIPE ")[2].split()).rollout.task)
     assert {again.train_prompt(i).text for i in range(20)} == {row["q"] for row in rows} < set(seen)
     assert again.held_out_prompts() == build_task(config.rollout.task).held_out_prompts(), "measured on the same questions"
+
+
+def test_questions_that_are_played_are_kept_with_what_decides_their_rewards(tmp_path: Path, asked: Callable[[Rewards], list[str]]) -> None:
+    """In an environment, whose settings a later call has to have, too; task folders are no rows."""
+    played = ["rollout.reward.kind=environment", "rollout.environment.path=a:B", "rollout.environment.max_turns=3"]
+    of_file, output = questions(tmp_path / "rows.jsonl")[:-1], tmp_path / "kept.jsonl"
+    asked(lambda prompt: [1.0, 0.0])
+    assert len(filter_questions(recipe(*of_file, *played), output, Bounds.of(2, 1, 1), questions=None, say=lambda _: None)) == 11
+    others = recipe(*of_file, *played, "rollout.environment.deadline_s=5", "rollout.environment.max_turns=4")
+    with pytest.raises(DataError, match=r"asked with rollout.environment.max_turns = 3, now it is 4"):
+        filter_questions(others, output, Bounds.of(2, 1, 1), questions=None, say=lambda _: None)
+    folders = recipe("rollout.task.kind=folders", f"rollout.task.path={tmp_path}", *played)
+    with pytest.raises(ConfigError, match=r"it writes rows of a file, and rollout.task.kind = folders takes none"):
+        filter_questions(folders, output, Bounds.of(2, 1, 1), questions=None, say=lambda _: None)
 
 
 @pytest.mark.parametrize(

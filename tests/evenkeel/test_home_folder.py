@@ -47,11 +47,10 @@ def test_no_import_asks_for_a_home_or_a_name(module: object) -> None:
 
 
 def test_an_engine_s_folder_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", temporary_files._INDUCTOR):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TMPDIR", temporary_files._INDUCTOR):
+        monkeypatch.setenv(name, "")  # also of one that isn't there it is known then that it wasn't: what the block sets doesn't stay
+        monkeypatch.delenv(name)
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr(tempfile, "tempdir", short)
         with temporary_files.passing_folder():
             assert os.environ[temporary_files._INDUCTOR] == f"{short}/torchinductor_{os.getuid()}"
-        monkeypatch.delenv("TMPDIR")
-    monkeypatch.delenv(temporary_files._INDUCTOR)

@@ -20,13 +20,14 @@ from evenkeel.actors.driver.recovery import Rollbacks
 from evenkeel.actors.json_lines import JsonLines, last_step
 from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record.metric_views import TensorBoardView, open_views
-from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.actors.record.run_folder import CHECKPOINT_FORMAT, RunFolder
 from evenkeel.actors.settings.resolve import with_devices
 from evenkeel.correction.errors import ConfigError, DataError
+from evenkeel.doctor.run_doctor import EVALUATION, REPORT, left_after_training
 from evenkeel.learner.weights.file_sums import seal
 from evenkeel.recipe import load_config
-from evenkeel.report.run_doctor import EVALUATION, REPORT, left_after_training
 from evenkeel.resume_point import find_resume_point, with_absolute_paths
+from evenkeel.rollout.tasks.mixture import Mixture
 from evenkeel.training import train_run
 from tests.actors.cases import prompt
 from tests.e2e.launch import RECIPE
@@ -37,7 +38,8 @@ from tests.learner.test_file_sums import flip
 
 def asks(texts: Callable[[int], str] = lambda position: prompt(position).text) -> Any:
     """A task of these questions."""
-    return SimpleNamespace(name="task", fingerprint="0f", train_prompt=lambda position: replace(prompt(position), text=texts(position)))
+    of_one = SimpleNamespace(name="task", fingerprint="0f", train_prompt=lambda position: replace(prompt(position), text=texts(position)))
+    return Mixture({"": of_one})  # type: ignore[dict-item]
 
 
 def resume(folder: RunFolder, *overrides: str, task: Any = None) -> tuple[RunConfig, ResumePoint, list[tuple[str, str]]]:
@@ -99,7 +101,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(folder: RunFolder
     newest = folder.path / "checkpoints" / "step_000002"
     damage(newest / name)
     _, point, said = resume(folder)
-    assert (point.checkpoint.step, point.state.queue) == (1, state(1).queue)
+    assert (point.checkpoint.step, point.state.book) == (1, state(1).book)
     (aside, aside_reason), (level, loss) = [entry for entry in said if entry[0] == "warning"]
     assert "checkpoint of step 2 can't be read and is set aside as step_000002.damaged" in aside_reason and aside == level == "warning"
     named = {"manifest.json": str(newest), "add": str(newest / "hf/more.safetensors")}
@@ -124,11 +126,14 @@ def test_no_checkpoint_that_can_be_read_is_one_sentence(folder: RunFolder) -> No
     assert len(folder.checkpoints()) == 2, "nothing is changed by a refusal"
 
 
-@pytest.mark.parametrize(("found", "which"), [(4, "an earlier"), (6, "a later"), (None, "an earlier")])
+@pytest.mark.parametrize(
+    ("found", "which"), [(CHECKPOINT_FORMAT - 1, "an earlier"), (CHECKPOINT_FORMAT + 1, "a later"), (None, "an earlier")]
+)
 def test_the_manifest_says_of_what_format_a_checkpoint_is(folder: RunFolder, found: int | None, which: str) -> None:
     newest = folder.checkpoints()[-1]
     seal(newest.path, {"format": found, "step": 2})
-    with pytest.raises(OtherVersionError, match=rf"written by {which} version of evenkeel .its format is {found}, this version's 5"):
+    told = rf"written by {which} version of evenkeel .its format is {found}, this version's {CHECKPOINT_FORMAT}"
+    with pytest.raises(OtherVersionError, match=told):
         find_resume_point(folder, ())
 
 
@@ -254,21 +259,21 @@ def test_what_finished_groups_do_not_survive_is_refused_by_name(folder: RunFolde
     with pytest.raises(ConfigError) as caught:
         resumed(folder, [override])
     said = str(caught.value)
-    assert named in said and "1 finished group of" in said and "--discard-queue" in said and "\n" not in said
-    point = resumed(folder, [override], discard_queue=True)
-    assert point.state.queue.finished == () and len(point.state.queue.in_flight) == 2
+    assert named in said and "1 finished group of" in said and "--discard-groups" in said and "\n" not in said
+    point = resumed(folder, [override], discard_groups=True)
+    assert point.state.book.finished == () and len(point.state.book.in_flight) == 2
 
 
 def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFolder) -> None:
     """A batch has one temperature, so their ratios would be wrong; their prompts stay, and the counts."""
-    before = state(2).queue
+    before = state(2).book
     assert (len(before.in_flight), len(before.finished)) == (1, 1)
-    found = resumed(folder, ["rollout.sampling.temperature=0.7"], discard_queue=True)
+    found = resumed(folder, ["rollout.sampling.temperature=0.7"], discard_groups=True)
     point, said = take_back(folder, found, asks())
-    queue = point.state.queue
-    assert [ticket.group_id for ticket in queue.in_flight] == [2, 3] and queue.finished == ()
-    assert {ticket.prompt.prompt_id for ticket in queue.in_flight} == {"train/0/2", "train/0/3"}
-    assert replace(queue, in_flight=before.in_flight, finished=before.finished) == before
+    book = point.state.book
+    assert [ticket.group_id for ticket in book.in_flight] == [2, 3] and book.finished == ()
+    assert {ticket.prompt.prompt_id for ticket in book.in_flight} == {"train/0/2", "train/0/3"}
+    assert replace(book, in_flight=before.in_flight, finished=before.finished) == before
     assert said[1] == ("info", "1 finished groups of the checkpoint are sampled again, because of rollout.sampling.temperature")
 
 
@@ -278,8 +283,8 @@ def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: R
     give_words(folder, "rollout.sampling.temperature=0.7")
     with pytest.raises(ConfigError, match=r"rollout.sampling.temperature \(1.0 -> 0.7\): 1 finished group of"):
         resumed(folder, ())
-    point = resumed(folder, (), discard_queue=True)
-    assert point.state.queue.finished == () and len(point.state.queue.in_flight) == 2
+    point = resumed(folder, (), discard_groups=True)
+    assert point.state.book.finished == () and len(point.state.book.in_flight) == 2
 
 
 OF_ENGINES = [
@@ -293,14 +298,16 @@ SPARING = ["workers=2", "slots=5", "reward.processes=3", "overlong.kind=mask", *
 def test_groups_stay_where_neither_answers_nor_scores_change(folder: RunFolder, setting: str) -> None:
     """They are trained as they are; what is cut is masked or penalised as they are packed."""
     _, point, _ = resume(folder, f"rollout.{setting}")
-    assert point.state.queue == state(2).queue
+    assert point.state.book == state(2).book
 
 
 def test_other_data_than_the_runs_are_refused(folder: RunFolder) -> None:
     with pytest.raises(DataError, match=r"its question 3 is train/0/3 'another', but the run asked train/0/3 'question 3' there"):
         resume(folder, task=asks(lambda position: "another" if position == 3 else prompt(position).text))
     with pytest.raises(DataError, match=r"fingerprint of its questions is 1f, and was 0f: these are other data.*start a new run from"):
-        resume(folder, task=SimpleNamespace(**{**vars(asks()), "fingerprint": "1f"}))
+        others = asks()
+        others.tasks[""].fingerprint = "1f"
+        resume(folder, task=others)
     assert len(folder.read_metrics()) == 2, "nothing is taken back by a refusal"
 
 

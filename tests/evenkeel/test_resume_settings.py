@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from evenkeel.actors.config import DeadlinesConfig
+from evenkeel.actors.config import DeadlinesConfig, RunConfig
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.settings.resolve import with_deadlines, with_devices
 from evenkeel.correction.errors import ConfigError
-from evenkeel.recipe import as_recipe
-from evenkeel.resume_point import find_resume_point, listed, run_recipe, with_settings
+from evenkeel.recipe import as_recipe, load_config
+from evenkeel.resume_point import changed_settings, find_resume_point, listed, run_recipe, with_settings
 from evenkeel.training import train_run
 from tests.evenkeel.finished_run import give_words, keep_in_checkpoint, resumed, state
 
@@ -25,7 +27,7 @@ OF_OTHER_ENGINES = [
 def test_groups_of_engines_of_another_kind_are_sampled_again(folder: RunFolder, words: list[str], said: str) -> None:
     """Also where nobody has named what follows: a type that is the learner's."""
     point = resumed(folder, words)
-    assert (len(point.state.queue.finished), len(point.state.queue.in_flight)) == (0, 2)
+    assert (len(point.state.book.finished), len(point.state.book.in_flight)) == (0, 2)
     assert any(said in text for _, text in point.notes)
 
 
@@ -53,7 +55,7 @@ def test_another_way_to_the_same_settings_changes_nothing(folder: RunFolder, ove
     """auto and null come to what ran, whether that was given or derived: the groups stay, and there is nothing to say."""
     give_words(folder, *(GIVEN_AS_BEFORE if was_given else ()))
     point = resumed(folder, [override])
-    assert point.state.queue == state(2).queue and point.notes == ()
+    assert point.state.book == state(2).book and point.notes == ()
 
 
 def test_an_open_device_that_becomes_another_one_is_told(folder: RunFolder) -> None:
@@ -67,7 +69,7 @@ def test_an_open_device_that_becomes_another_one_is_told(folder: RunFolder) -> N
     found = find_resume_point(folder, [*words, BFLOAT16])
     assert found.point is not None
     point = with_settings(folder, found.point, found.recipe, with_devices(found.recipe.config, has_gpu=True))
-    assert point.state.queue.finished == ()
+    assert point.state.book.finished == ()
     (given,) = (text for _, text in point.notes if "run's own" in text)
     assert "learner.device cpu -> cuda" in given and "rollout.engine.device cpu -> cuda" in given
 
@@ -129,3 +131,10 @@ def test_changes_are_told_in_the_words_of_yaml() -> None:
     changed = {"true_on_policy": (False, True), "rollout.slots": (None, 3), "learner.dtype": ("float32", "bfloat16"), "a": ([True], {})}
     said = "true_on_policy false -> true; rollout.slots empty -> 3; learner.dtype float32 -> bfloat16; a [true] -> {}"
     assert listed(changed) == said
+
+
+def test_settings_of_several_tasks_are_compared_key_by_key() -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "nano_two_tasks.yaml"
+    then = load_config(RunConfig, recipe).model_dump(mode="json")
+    other = load_config(RunConfig, recipe, ["rollout.tasks.1.weight=3", "rollout.tasks.0.task.seed=4"])
+    assert changed_settings(then, other) == {"rollout.tasks.1.weight": (1.0, 3.0), "rollout.tasks.0.task.seed": (0, 4)}

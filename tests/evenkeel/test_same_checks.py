@@ -42,7 +42,8 @@ def port() -> Iterator[int]:
         (MANY.splitlines()[0], [], "every row is held out"),
         (MANY, ["rollout.reward.path=unfinished:score"], "SyntaxError"),
         (MANY, ["rollout.reward.path=other_arguments:score"], "the function asks for text"),
-        (MANY, ["metrics.wandb_project=mine"], "the package wandb is not installed"),
+        (MANY, ["metrics.views=[wandb]"], "metrics.views has wandb: its package is not installed"),
+        (MANY, ["metrics.views=[imports_nothing:show]"], "importing imports_nothing raised ModuleNotFoundError"),
         (MANY, ["metrics.discovery_port=PORT"], "Address already in use"),
         # And what nobody had tried.
         (MANY, ["rollout.reward.path=imports_nothing:score"], "ModuleNotFoundError"),

@@ -63,7 +63,7 @@ def test_step_has_few_groups_and_goes_nowhere_else(tmp_path: Path, monkeypatch: 
     """As few as optimizer steps and data-parallel ranks can divide: 2 steps, 8 ranks with 4 answers to a question."""
     whole = save_tiny_model(save_tiny_tokenizer(tmp_path / "whole"))
     layout = ["learner.data_parallel=8", "learner.optimizer_steps_per_batch=2", "groups_per_step=64"]
-    words = [*layout, f"model={whole}", f"run_dir={tmp_path / 'run'}", "dynamic_sampling=true", "metrics.wandb_project=x"]
+    words = [*layout, f"model={whole}", f"run_dir={tmp_path / 'run'}", "dynamic_sampling=true", "metrics.views=[wandb]"]
     found: list[RunConfig] = []
 
     def train(recipe: Path, overrides: list[str], resume: None, **_: bool) -> Any:
@@ -74,7 +74,7 @@ def test_step_has_few_groups_and_goes_nowhere_else(tmp_path: Path, monkeypatch: 
     with pytest.raises(DataError, match="planted") as stopped:
         smoke_run(RECIPE, words, lambda _: None)
     (config,) = found
-    assert (config.steps, config.groups_per_step, config.dynamic_sampling, config.metrics.wandb_project) == (1, 4, False, None)
+    assert (config.steps, config.groups_per_step, config.dynamic_sampling, config.metrics.views) == (1, 4, False, ("tensorboard",))
     (folder,) = tmp_path.glob("smoke-small-*")
     assert config.model.parent == config.run_dir.parent == folder, "beside the run's folder, which all nodes see"  # type: ignore[union-attr]
     assert stopped.value.__notes__ == [f"smoke: it failed, and all of it is in {folder}"]
@@ -89,9 +89,9 @@ def test_run_that_ends_before_its_step_is_no_success(tmp_path: Path, monkeypatch
     assert said[-1].startswith("smoke: ended before its step. All of it is in ") and list(tmp_path.glob("smoke-small-*"))
 
 
-@pytest.mark.parametrize("words", [["--retries", "1"], ["--discard-queue"], ["--resume", "runs/x"]])
+@pytest.mark.parametrize("words", [["--retries", "1"], ["--discard-groups"], ["--resume", "runs/x"]])
 def test_smoke_is_a_run_of_its_own(words: list[str]) -> None:
-    assert "leave --resume, --retries and --discard-queue out" in refused("train", str(RECIPE), "--smoke", *words)
+    assert "leave --resume, --retries and --discard-groups out" in refused("train", str(RECIPE), "--smoke", *words)
 
 
 def test_model_that_can_t_be_trained_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:

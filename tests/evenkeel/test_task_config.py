@@ -28,7 +28,9 @@ def test_an_answer_takes_a_quarter_of_a_small_context(tmp_path: Path, context: i
     model = folder(tmp_path, {"max_position_embeddings": context})
     config = task_config(model, "chain_sum", [], problems=7)
     assert config.rollout.sampling.max_tokens == answer
-    assert config.rollout.with_context(model_context(model)).longest_prompt == min(context - answer - 2, context - 7)
+    assert config.rollout.with_context(model_context(model)).longest_prompt(config.rollout.only_entry) == min(
+        context - answer - 2, context - 7
+    )
     assert (config.rollout.task.held_out_size, config.rollout.reward.kind) == (7, "reasoning_gym")
 
 

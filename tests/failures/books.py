@@ -53,11 +53,11 @@ def check_books(run: Written, *, groups_per_step: int, steps: int | None = None)
     entries = run.ledger()
     settled = [entry["prompt_id"] for entry in entries]
     assert len(set(settled)) == len(settled), "trained or discarded twice"
-    under_way = [t.prompt.prompt_id for t in state.queue.in_flight] + [g.prompt.prompt_id for g in state.queue.finished]
+    under_way = [t.prompt.prompt_id for t in state.book.in_flight] + [g.prompt.prompt_id for g in state.book.finished]
     positions = sorted(int(prompt_id.rpartition("/")[2]) for prompt_id in settled + under_way)
-    assert positions == list(range(state.queue.admitted)), "lost or doubled"
+    assert positions == list(range(state.book.admitted)), "lost or doubled"
     trained = [entry["step"] for entry in entries if entry["outcome"] == "trained"]
     assert [trained.count(step) for step in range(1, state.step + 1)] == [groups_per_step] * state.step
     by_reason = Counter(entry["outcome"] for entry in entries if entry["outcome"] != "trained")
-    assert (state.queue.trained, Counter(state.queue.discarded_by_reason)) == (len(trained), by_reason)
+    assert (state.book.trained, Counter(state.book.discarded_by_reason)) == (len(trained), by_reason)
     assert [line["groups/trained_total"] for line in run.metrics()] == [groups_per_step * line["step"] for line in run.metrics()]

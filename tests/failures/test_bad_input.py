@@ -94,7 +94,8 @@ def test_unknown_override(recipe: Path) -> None:
     ("override", "words"),
     [
         ("steps=many", ["steps = 'many'", "expected int"]),
-        ("rollout.sampling.top_p=0.9", ["top_p = 0.9", "every importance ratio would be biased", "Set top_p: 1.0"]),
+        ("rollout.sampling.min_tokens=9", ["min_tokens = 9", "every importance ratio would be biased", "Set min_tokens: 0"]),
+        ("rollout.sampling.top_k=-1", ["rollout.sampling.top_k: top_k = -1: leave it out"]),
         ("learner.optimizer_steps_per_batch=3", ["groups_per_step = 4 is not a multiple of learner.optimizer_steps_per_batch = 3"]),
         ("correction.preset=icepopp", ["icepopp", "icepop"]),
         ("rollout.sampling.max_tokens=128", ["leaves no room for a prompt"]),

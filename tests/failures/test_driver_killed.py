@@ -12,7 +12,7 @@ import pytest
 
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.stack_summary import newest_stack_summary
-from evenkeel.report.run_doctor import left_after_training
+from evenkeel.doctor.run_doctor import left_after_training
 from tests.e2e.launch import RECIPE, Run
 from tests.failures.books import check_books
 from tests.failures.measured import Recovery

@@ -11,8 +11,8 @@ from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.cli import main
 from evenkeel.correction.errors import DeadlineExceeded, EngineError
+from evenkeel.doctor.run_doctor import RunState, diagnose_run
 from evenkeel.recipe import load_config
-from evenkeel.report.run_doctor import RunState, diagnose_run
 from tests.e2e.launch import RECIPE
 
 REASON = "Ray did not start"

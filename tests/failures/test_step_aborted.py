@@ -84,7 +84,7 @@ def test_the_last_finished_step_is_saved_without_the_one_under_way(small_model: 
     (aborted,) = map(int, re.findall(r"step (\d+) was aborted; a resume trains on its groups", run.events()))
     assert max(run.steps()) == aborted - 1 == folder.checkpoints()[-1].step, "whose only checkpoint this is"
     check_books(run, groups_per_step=GROUPS)
-    held = {group.prompt.prompt_id for group in TrainingState.load(folder.checkpoints()[-1].state).queue.finished}
+    held = {group.prompt.prompt_id for group in TrainingState.load(folder.checkpoints()[-1].state).book.finished}
     assert len(held) >= GROUPS, "among them those of the aborted step are finished, and not sampled again"
     follows = f"the last finished step is saved; the one under way, of {takes_s:.0f} s, is aborted, and a resume trains on its groups"
     Measured("SIGTERM in a step of two ranks", follows, seconds, "the begun micro-batches", REAL).write()

@@ -20,7 +20,7 @@ from evenkeel.actors.config import RunConfig
 from evenkeel.actors.driver.no_learning import CAUSES, LearningWatch
 from evenkeel.rollout.config import AnswerSampling
 from evenkeel.rollout.rewards.rewards import RewardPool
-from evenkeel.rollout.sampler import Sampler
+from evenkeel.rollout.sampler import Player, Sampler
 from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.tasks.tasks import Task, build_task
 from evenkeel.rollout.trajectory import Group, Prompt
@@ -107,7 +107,8 @@ async def _finished(watch: LearningWatch, group: Group | Any) -> None:
 async def _sampler(kept: KeptEngines, config: RunConfig) -> AsyncIterator[Sampler]:
     rewards = RewardPool(config.rollout.reward, config.rollout.task)
     try:
-        yield Sampler(kept.engine, ChatEncoder.of_folder(config.model, config.rollout.task), rewards, config.rollout.sampling)
+        encoder = ChatEncoder.of_folder(config.model, config.rollout.task)
+        yield Sampler(kept.engine, {"": Player(encoder, rewards, config.rollout.sampling)})
     finally:
         await rewards.close()
 

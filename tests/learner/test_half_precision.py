@@ -17,6 +17,7 @@ from evenkeel.learner.training.logprobs import head_logprobs
 from tests.learner.learner_cases import (
     TIS,
     learner_on,
+    masters,
     off_policy_batch,
     poisoned,
     random_batch,
@@ -37,6 +38,19 @@ def test_half_precision_trains_with_float32_master_weights(tmp_path: Path) -> No
             assert {str(tensor.dtype) for tensor in weights(learner).values()} == {f"torch.{dtype}"}
     assert moved["bfloat16"] == pytest.approx(moved["float32"], rel=0.3)
     assert moved["float16"] == pytest.approx(moved["float32"], rel=0.03), "three bits more, so an eighth of the error"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masters_begin_with_the_folders_own_float32_weights(tmp_path: Path, dtype: str) -> None:
+    """Not with what rounding leaves of them: then no weight would change before its updates had added up to half of a rounding step."""
+    folder = save_model(tmp_path / "m")
+    with learner_on(folder) as learner:
+        expected = weights(learner)
+    with learner_on(folder, dtype=dtype) as learner:
+        found = masters(learner)
+        rounded = weights(learner)
+    assert all(torch.equal(found[name], value.float()) for name, value in expected.items() if name in found)
+    assert not all(torch.equal(found[name], rounded[name].float()) for name in found), "the folder's weights are finer"
 
 
 def test_the_loss_scale_of_float16_leaves_the_gradient(tmp_path: Path) -> None:

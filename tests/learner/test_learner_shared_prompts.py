@@ -53,6 +53,8 @@ GROUPS = st.lists(
     max_size=5,
 )
 """Groups of unequal prompts and answers, some with nothing to train."""
+CUTS = st.dictionaries(st.integers(0, 34), st.integers(1, 44))
+"""Sequences with a branch, and where it begins."""
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +283,80 @@ def test_answers_are_not_shared() -> None:
     batch = grouped_batch([([9, 9], [4, 4])])
     batch = replace(batch, token_ids=batch.token_ids[:13].repeat(2))
     assert find_shared_prefixes(batch, share_prompts=True) == [SharedPrefix((0, 1), 9, (3, 3))]
+
+
+def branched(batch: PackedBatch, places: dict[int, int], *, new: int = 5) -> PackedBatch:
+    """The batch, in which rollouts have a branch.
+
+    Args:
+        places: by sequence, how many of its tokens the branch begins with: read there, whether or not they are trained in the sequence.
+        new: tokens that follow in a branch, of which the first two are read.
+    """
+    generator = torch.Generator().manual_seed(9)
+    starts, index = batch.offsets.tolist(), [torch.arange(batch.num_tokens)]
+    ids, masks, lengths = [batch.token_ids], [batch.loss_mask], batch.lengths.tolist()
+    for i, place in places.items():
+        index.append(torch.full((place + new,), starts[i]))
+        ids += [batch.token_ids[starts[i] : starts[i] + place], torch.randint(0, 96, (new,), generator=generator)]
+        masks.append(torch.arange(place + new) >= place + 2)
+        lengths.append(place + new)
+    found, rollouts = torch.cat(index), torch.tensor([*range(batch.num_sequences), *places])
+    return replace(
+        batch,
+        token_ids=torch.cat(ids),
+        loss_mask=torch.cat(masks),
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        behavior_logprobs=batch.behavior_logprobs[found],
+        advantages=batch.advantages[found],
+        weight_versions=batch.weight_versions[found],
+        group_ids=batch.group_ids[rollouts],
+        rollout_ids=rollouts,
+    ).validate()
+
+
+def test_a_branch_shares_what_was_sampled_before_it(learner: LearnerRank) -> None:
+    """Two rollouts of one prompt of 10: 10 + 20 tokens with a branch after 25, and 10 + 4 without one. The branch's 25 are read once, with
+    the 15 sampled ones among them trained where they were sampled; the prompt then is read twice."""
+    batch = branched(grouped_batch([([10, 10], [20, 4])]), {0: 25})
+    assert find_shared_prefixes(batch, share_prompts=True) == [SharedPrefix((0, 2), 25, (4, 4)), SharedPrefix.alone(1, 13)]
+    assert rows_computed(learner, batch) == [25 + 4 + 4 + 13]
+    assert ModelInputs.of(batch).predicted.numel() == (20 - 2) + 4 + 3
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=GROUPS, budget=st.sampled_from([30, 10_000]), seed=st.integers(0, 5), cuts=st.dictionaries(st.integers(0, 34), st.integers(1, 44))
+)
+def test_a_step_on_branches_equals_the_plain_way(learner: LearnerRank, shape: Any, budget: int, seed: int, cuts: dict[int, int]) -> None:
+    """As test_step_equals_the_plain_way."""
+    batch = grouped_batch(shape, seed=seed)
+    lengths = batch.lengths.tolist()
+    batch = branched(batch, {i: place % lengths[i] + 1 for i, place in cuts.items() if i < len(lengths)})
+    batch = with_noisy_behavior(batch, learner.logprobs(batch), std=0.4)
+    (plain, plain_gradient), (shared, shared_gradient) = both_ways(learner, batch, tokens_per_microbatch=budget)
+    torch.testing.assert_close(shared.target_logprobs, plain.target_logprobs, rtol=0, atol=1e-5)
+    assert shared.loss == pytest.approx(plain.loss, rel=1e-5, abs=1e-6)
+    if batch.loss_mask.any():
+        assert largest_difference(shared_gradient, plain_gradient) < 1e-5
+
+
+def test_a_rollout_cut_in_two_is_as_many_rows_as_the_whole() -> None:
+    """One of 12 + 30 tokens; and cut after 20, where the rest is a branch that reads the 20."""
+    whole = grouped_batch([([12], [30])])
+    ids = torch.cat([whole.token_ids[:20], whole.token_ids])
+    mask = torch.cat([whole.loss_mask[:20], whole.loss_mask & (torch.arange(42) >= 20)])
+    by_token = {name: getattr(whole, name)[:1].repeat(62) for name in ("behavior_logprobs", "advantages", "weight_versions")}
+    cut = replace(
+        whole,
+        token_ids=ids,
+        loss_mask=mask,
+        offsets=torch.tensor([0, 20, 62]),
+        group_ids=torch.zeros(2, dtype=torch.int64),
+        rollout_ids=torch.zeros(2, dtype=torch.int64),
+        **by_token,
+    ).validate()
+    assert len(ModelInputs.of(cut).token_ids) == len(ModelInputs.of(whole).token_ids) == 41
+    assert ModelInputs.of(cut).predicted.numel() == ModelInputs.of(whole).predicted.numel()
 
 
 def test_little_is_not_worth_sharing() -> None:

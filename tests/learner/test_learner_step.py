@@ -285,6 +285,24 @@ def test_the_rate_of_an_update_follows_what_its_sequences_are_worth(tmp_path: Pa
         assert all(torch.equal(ours[name], one) for name, one in weights(learner).items())
 
 
+def test_a_factor_on_the_rate_of_a_step_is_a_rate_that_is_so_much_smaller(tmp_path: Path) -> None:
+    """Of each of its updates, bit for bit, weight decay included, and beside the factor that the correction puts on it. The next step has
+    the schedule's rate again."""
+    config = CorrectionConfig(preset="grpo", step_size={"by": "ess"})
+    folder, options, ends = save_model(tmp_path / "m"), {"weight_decay": 0.1, "optimizer_steps_per_batch": 2}, []
+    for rate, scale in ((1e-3, 0.25), (2.5e-4, 1.0)):
+        with learner_on(folder, learning_rate=rate, **options) as learner:
+            batch = with_noisy_behavior(random_batch(), learner.logprobs(random_batch()), std=0.3)
+            batch = replace(batch, proximal_logprobs=learner.logprobs(batch))
+            found = learner.step(correct(batch, config), config, step=0, rate_scale=scale)
+            ends.append((found.learning_rate, weights(learner)))
+            assert found.learning_rate < 0.95 * rate * scale, "the correction's own factor is in it"
+            assert learner.step(correct(batch, config), config, step=1).learning_rate > found.learning_rate * (2.0 if scale < 1 else 0.5)
+    (scaled, ours), (plain, theirs) = ends
+    assert scaled == pytest.approx(plain, rel=1e-12)
+    assert all(torch.equal(ours[name], one) for name, one in theirs.items())
+
+
 def test_a_switch_during_the_warmup_begins_it_anew(tmp_path: Path) -> None:
     """Of 4 steps: a quarter and a half of the rate; after the switch a quarter, a half, three quarters, all of it. Not a product of two."""
     switched = ["before"] * 2 + ["after"] * 5

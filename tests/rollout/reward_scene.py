@@ -160,7 +160,7 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 
 def pids_of(pool: RewardPool) -> tuple[int, ...]:
     """Of the guardians of its scoring processes that are up."""
-    return tuple(process._child.pid for process in pool._processes if process._child is not None)
+    return tuple(process._child.pid for process in pool._scorers.processes if process._child is not None)
 
 
 def asked(answer: str | tuple[str, ...] = "3", **metadata: Any) -> Prompt:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from evenkeel.engines.weights import WeightBucket
-from evenkeel.rollout.continuation import continued, is_begun, kept, unsampled
+from evenkeel.rollout.continuation import continued, is_begun, kept, unsampled, with_more_to_read
 from evenkeel.rollout.engine.engine import RolloutEngine
-from evenkeel.rollout.trajectory import FinishReason, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
+from evenkeel.rollout.trajectory import FinishReason, KeptTokens, TopLogprobs, Trajectory, VersionSpan, ids_of, logprobs_of
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, response_logprobs, tiny_weights
 
@@ -21,11 +21,17 @@ PROMPT = [201, 45, 67, 300, 90, 410, 155]
 
 
 def part(ids: list[int], spans: list[tuple[int, int, int]], *, prompt: tuple[int, ...] = (1, 2), reason: str = "abort") -> Trajectory:
-    """Token t has logprob -t, and the pairs (t, -t) and (t + 1, -t - 1) as its top 2."""
+    """Token t has logprob -t, the pairs (t, -t) and (t + 1, -t - 1) as its top 2, and was drawn from t % 3 tokens; 0: from all."""
     top = TopLogprobs(2, array("i", [i for t in ids for i in (t, t + 1)]), array("f", [-float(i) for t in ids for i in (t, t + 1)]))
     versions = tuple(VersionSpan(*span) for span in spans)
     logprobs = logprobs_of(-float(t) for t in ids)
-    return Trajectory("p", ids_of(prompt), ids_of(ids), logprobs, versions, FinishReason(reason), top_logprobs=top)
+    return Trajectory(
+        "p", ids_of(prompt), ids_of(ids), logprobs, versions, FinishReason(reason), top_logprobs=top, kept_tokens=sets_of(ids)
+    )
+
+
+def sets_of(ids: list[int]) -> KeptTokens:
+    return KeptTokens.of([[t, 500][: t % 3] for t in ids])
 
 
 def test_the_last_token_of_an_answer_under_way_is_sampled_again() -> None:
@@ -34,9 +40,32 @@ def test_the_last_token_of_an_answer_under_way_is_sampled_again() -> None:
     assert found.response_ids.tolist() == [10, 11, 12] and found.behavior_logprobs.tolist() == [-10.0, -11.0, -12.0]
     assert found.version_spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
     assert found.top_logprobs is not None and found.top_logprobs.ids.tolist() == [10, 11, 11, 12, 12, 13]
+    assert found.kept_tokens == sets_of([10, 11, 12])
     assert kept(part([10], [(3, 0, 1)]), longest=100).version_spans == ()
     assert kept(part([10, 11, 12, 13], [(3, 0, 2), (4, 2, 4)]), longest=4).version_spans == (VersionSpan(3, 0, 2),), "2 of prompt, 2 of it"
     assert kept(unsampled([1, 2], "p"), longest=100).response_ids.tolist() == []
+
+
+def test_of_a_turn_under_way_alone_the_last_token_is_sampled_again() -> None:
+    """2 of prompt, 2 in the first turn, 3 read. An earlier turn is whole: it ends where the model ended it. Where the next engine takes
+    less than what was read, the turn before is under way again."""
+
+    def tokens(sampled: int, longest: int) -> tuple[int, int]:
+        ids = list(range(10, 10 + sampled))
+        first = part(ids[:2], [(3, 0, 2)])
+        turns = with_more_to_read(first, [50, 51, 52])
+        if sampled > 2:
+            turns = continued(turns, part(ids[2:], [(3, 0, sampled - 2)], prompt=tuple(turns.token_ids)))
+        found = kept(turns, longest)
+        assert found.behavior_logprobs.tolist() == [-float(token) for token in found.response_ids]
+        assert found.top_logprobs is not None and len(found.top_logprobs.ids) == 2 * len(found.response_ids)
+        return len(found.response_ids), len(found.later)
+
+    assert tokens(5, longest=100) == (4, 1)
+    assert tokens(3, longest=100) == (2, 1), "the turn's only token is sampled again, from what was read"
+    assert tokens(2, longest=100) == (2, 1), "nothing of the turn was there"
+    assert tokens(5, longest=8) == (3, 1)
+    assert tokens(5, longest=6) == (1, 0)
 
 
 def test_both_parts_are_one_answer() -> None:
@@ -47,6 +76,7 @@ def test_both_parts_are_one_answer() -> None:
     assert whole.behavior_logprobs.tolist() == [-10.0, -11.0, -12.0, -13.0]
     assert whole.version_spans == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 3), VersionSpan(5, 3, 4)), "version 4 has one span"
     assert whole.top_logprobs is not None and whole.top_logprobs.ids.tolist() == [10, 11, 11, 12, 12, 13, 13, 14]
+    assert whole.kept_tokens == sets_of([10, 11, 12, 13])
     assert whole.retractions == 1 and whole.error is None
 
 

@@ -5,7 +5,7 @@ tests/e2e/test_asynchronous_run.py); a stopped scheduler is a DeadlineExceeded w
 works again when it goes on; one that waits for a broadcast is free after the group's time-out, however short its heartbeat, and one that
 waits for a member of the group as soon as that is given up; a killed
 scheduler is an EngineError for everybody who waits and for every later call, at once; shutdown leaves no process and kills nobody else's;
-a folder that SGLang can't serve is an EngineError, and leaves no process.
+slow: a folder that SGLang can't serve is an EngineError, and leaves no process.
 """
 
 from __future__ import annotations
@@ -260,8 +260,10 @@ async def kill_while_everybody_waits(engine: RolloutEngine, folder: Path) -> Non
                 await call
 
 
+@pytest.mark.slow
 def test_folder_that_sglang_cannot_serve(tiny_model: Path, tmp_path: Path, engine_loop: BackgroundLoop) -> None:
-    """Weights that end in the middle: SGLang's scheduler fails while it loads, and its owner says of what."""
+    """Weights that end in the middle: SGLang's scheduler fails while it loads, and its owner says of what. The fast suite has the parts:
+    what a dying scheduler leaves to be read (test_last_error.py), and the end of a failed start's processes (test_engine_children.py)."""
     folder = tmp_path / "broken"
     shutil.copytree(tiny_model, folder)
     weights = folder / "model.safetensors"

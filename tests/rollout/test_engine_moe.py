@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from evenkeel.engines.weights import WeightBucket, WeightSpec, tensor_checksum
+from evenkeel.rollout.continuation import with_more_to_read
 from evenkeel.rollout.engine.engine import RolloutEngine
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 from evenkeel.rollout.trajectory import Trajectory
@@ -71,12 +73,30 @@ def test_routes_line_up_with_the_tokens(moe_engine: RolloutEngine, engine_loop: 
     assert [differing_rows(model, prompt, completion) for prompt, completion in sampled] == [[]] * len(sampled)
 
 
+def test_routes_of_a_turn_are_those_of_all_tokens_before_it(
+    moe_engine: RolloutEngine, engine_loop: BackgroundLoop, moe_folder: Path
+) -> None:
+    """Three turns, each read on from the cache: the experts of all tokens, read and sampled, come with the last turn."""
+    model, prompt = hf_model(moe_folder), list(range(20, 60))
+
+    async def sample() -> Trajectory:
+        (one,) = await moe_engine.generate(prompt, max_tokens=12, ignore_stop=True)
+        for turn, reading in enumerate(([7, 8, 9, 7], [300])):
+            limit = 12 * (turn + 2) + len(one.answer_ids)
+            (one,) = await moe_engine.generate(prompt, max_tokens=limit, ignore_stop=True, begun=[with_more_to_read(one, reading)])
+        return one
+
+    one = engine_loop.run(sample())
+    assert one.turns == 3 and one.retractions == 0
+    assert differing_rows(model, prompt, replace(one, response_ids=one.answer_ids)) == []
+
+
 def test_an_answer_that_does_not_ask_for_routes_has_none_and_is_the_same(moe_engine: RolloutEngine, engine_loop: BackgroundLoop) -> None:
     """As an evaluation's: the same tokens, and nothing of what is wide."""
     prompt, how = list(range(20, 60)), {"max_tokens": 30, "seeds": [5]}
     (whole,), (narrow,) = (
-        engine_loop.run(moe_engine.generate(prompt, has_routes=has_routes, **how))  # type: ignore[arg-type]
-        for has_routes in (True, False)
+        engine_loop.run(moe_engine.generate(prompt, is_trained=is_trained, **how))  # type: ignore[arg-type]
+        for is_trained in (True, False)
     )
     assert whole.routed_experts is not None and narrow.routed_experts is None
     assert whole.response_ids == narrow.response_ids

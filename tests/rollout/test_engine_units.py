@@ -21,14 +21,14 @@ from torch import Tensor
 from evenkeel.correction.errors import ConfigError, RequestError, SyncError
 from evenkeel.engines import weights as checksum
 from evenkeel.engines.weights import WeightSpec, tensor_checksum
-from evenkeel.rollout.config import AnswerSampling, SamplingConfig
+from evenkeel.rollout.config import AnswerSampling, SamplingConfig, Truncation
 from evenkeel.rollout.engine import engine as engine_module
 from evenkeel.rollout.engine.engine import ExpertShape, RolloutEngine, trajectory_of
 from evenkeel.rollout.engine.weight_transfer import UpdateCheck
 from evenkeel.rollout.engine_settings.engine_capabilities import EngineCapabilities
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
-from evenkeel.rollout.sampler import Sampler
-from evenkeel.rollout.trajectory import FailureKind, FinishReason, Group, Prompt, Trajectory, VersionSpan
+from evenkeel.rollout.sampler import Player, Sampler
+from evenkeel.rollout.trajectory import FailureKind, FinishReason, Group, KeptTokens, Prompt, Trajectory, VersionSpan
 
 
 def checksum_by_integers(tensor: Tensor) -> str:
@@ -242,13 +242,13 @@ def routed_sampler(asked: list[dict[str, Any]], text_of: Any) -> Sampler:
 
     manager = SimpleNamespace(max_req_input_len=100)
     process: Any = SimpleNamespace(
-        raise_if_lost=lambda: None, wait=wait, engine=SimpleNamespace(tokenizer_manager=manager, async_generate=sglang)
+        raise_if_lost=lambda: None, wait=wait, generate=sglang, engine=SimpleNamespace(tokenizer_manager=manager)
     )
     config = EngineConfig(device="cpu", prefix_cache=False, return_routed_experts=True)
     engine = RolloutEngine("engine", config, process, 100, 3, ExpertShape(layers=2, experts=6, k=1))
     rewards: Any = SimpleNamespace(score=score)
     encoder: Any = SimpleNamespace(ends=SimpleNamespace(ids=(7, 9)), text_of=text_of)
-    return Sampler(engine, encoder, rewards, SamplingConfig(samples_per_group=2, max_tokens=4))
+    return Sampler(engine, {"": Player(encoder, rewards, SamplingConfig(samples_per_group=2, max_tokens=4))})
 
 
 def test_answers_that_nothing_is_trained_on_come_without_wide_fields() -> None:
@@ -264,6 +264,49 @@ def test_answers_that_nothing_is_trained_on_come_without_wide_fields() -> None:
     assert [(one.text, len(one.response_ids), one.version_spans) for one in answers] == [("text", 4, (VersionSpan(3, 0, 4),))] * 2
     assert [("return_routed_experts" in one, "top_logprobs_num" in one) for one in asked] == [(True, True), (False, False)]
     assert [part["stop_token_ids"] for one in asked for part in one["sampling_params"]] == [[7, 9]] * 4, "the ends of the model, for both"
+
+
+def test_an_answer_that_waited_when_it_was_handed_back_has_its_kept_sets() -> None:
+    """SGLang sends none with an answer that new weights had put back into its queue and that is aborted there, though it has sent them to
+    this process before, with the tokens."""
+    states: dict[str, Any] = {}
+
+    async def sglang(*, rid: list[str], **_: Any) -> list[dict[str, Any]]:
+        (name,) = rid
+        states[name] = SimpleNamespace(output_ids=[0, 1, 2], output_token_sampling_mask=[[0, 9], [], [4, 2]])
+        await aborted.wait()
+        sent = answer([("3", 0, 3)], [-1.0] * 3, 3)
+        sent["meta_info"] |= {"finish_reason": {"type": "abort"}}
+        del states[name]
+        return [sent]
+
+    async def run() -> list[Trajectory]:
+        truncation = Truncation(top_p=0.9)
+        asked = asyncio.ensure_future(engine.generate((7, 8, 9), max_tokens=40, truncation=truncation))
+        while not states:
+            await asyncio.sleep(0)
+        await engine.hand_back()
+        return await asked
+
+    async def wait(answers: Any, *_: Any) -> Any:
+        return await answers
+
+    aborted = asyncio.Event()
+    manager = SimpleNamespace(max_req_input_len=100, rid_to_state=states, abort_request=lambda **_: aborted.set())
+    process: Any = SimpleNamespace(
+        raise_if_lost=lambda: None, is_alive=True, wait=wait, generate=sglang, engine=SimpleNamespace(tokenizer_manager=manager)
+    )
+    engine = RolloutEngine("engine", EngineConfig(device="cpu", prefix_cache=False), process, 100, 3)
+    (found,) = asyncio.run(run())
+    assert found.kept_tokens == KeptTokens.of([[0, 9], []]), "all but the last token, which is sampled again"
+
+
+@pytest.mark.parametrize(("sets", "is_right"), [([[0], [], [2, 5]], True), ([[0], []], False), ([[0], [], [5]], False), (None, False)])
+def test_kept_sets_that_do_not_fit_the_tokens_are_refused(sets: Any, is_right: bool) -> None:
+    sent = answer([("3", 0, 3)], [-1.0] * 3, 3)
+    sent["meta_info"] |= {"output_token_sampling_mask": sets}
+    with nullcontext() if is_right else pytest.raises(RequestError, match=r"3 tokens came with \d kept sets, or a token is not in its own"):
+        assert trajectory_of(sent, (1, 2), "engine", has_sets=True).kept_tokens == KeptTokens.of(sets)
 
 
 def test_reading_answers_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,12 @@ def test_others_are_left_to_torch(case: str, monkeypatch: pytest.MonkeyPatch) ->
     if case == "half":
         x, weight = x.half(), weight.half()
     right = weight if case == "weights apart" else weight.t()
-    expected = torch.mm(x, right)
+    expected, is_used = torch.mm(x, right), KERNEL.agrees()
     monkeypatch.setattr(FewRows, "product", None)  # nothing may call it
-    assert torch.equal(KERNEL(x, right), expected)
+    if is_used:
+        assert torch.equal(KERNEL(x, right), expected)
+    else:  # it isn't used on this processor, where torch's ways to one product have other bits, too
+        torch.testing.assert_close(KERNEL(x, right), expected)
 
 
 def test_what_does_not_fit_is_refused_by_torch() -> None:

@@ -73,7 +73,7 @@ PARENT = """
     async def main():
         pool = RewardPool(FunctionReward(path="user_rewards:moody", processes=2, deadline_s=60))
         await pool.check()
-        print(*(process._child.pid for process in pool._processes), flush=True)
+        print(*(process._child.pid for process in pool._scorers.processes), flush=True)
         busy, daemon = (
             Trajectory("p", (1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), FinishReason.STOP, text=text) for text in ("power", "daemon")
         )
@@ -118,8 +118,8 @@ POPEN = subprocess.Popen
 @pytest.mark.parametrize(
     ("refused", "texts", "expected"),
     [
-        ((0,), ("four", "three"), ("lets no scoring process start ([Errno 11] Resource temporarily unavailable)", None)),
-        (range(9), ("four", "three"), ("lets no scoring process start", "lets no scoring process start")),
+        ((0,), ("four", "three"), ("lets no process of the reward start ([Errno 11] Resource temporarily unavailable)", None)),
+        (range(9), ("four", "three"), ("lets no process of the reward start", "lets no process of the reward start")),
         ((1,), ("die", "three"), ("signal SIGSEGV", None)),
     ],
     ids=["once", "for good", "at a restart"],
@@ -129,7 +129,7 @@ def test_a_machine_without_a_process_left_fails_one_answer_after_the_other(
 ) -> None:
     """And no more than that: not the worker, whose engine is well. No descriptor stays open."""
     open_before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("evenkeel.rollout.rewards.rewards.subprocess.Popen", Refusing(*refused))
+    monkeypatch.setattr("evenkeel.rollout.limited_processes.parent.subprocess.Popen", Refusing(*refused))
     for found, reason in zip(scored(user_reward("moody"), *texts), expected, strict=True):
         assert (found.error is None and found.reward is not None) if reason is None else (reason in str(found.error))
         assert reason is None or (found.reward is None and found.failure is FailureKind.REWARD)
@@ -137,11 +137,11 @@ def test_a_machine_without_a_process_left_fails_one_answer_after_the_other(
 
 
 def test_a_worker_that_starts_without_a_process_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenkeel.rollout.rewards.rewards.subprocess.Popen", Refusing(0))
+    monkeypatch.setattr("evenkeel.rollout.limited_processes.parent.subprocess.Popen", Refusing(0))
 
     async def run() -> None:
         await RewardPool(user_reward("length")).check(asked())
 
-    with pytest.raises(RewardError, match=r"the machine lets no scoring process start \(\[Errno 11\]") as caught:
+    with pytest.raises(RewardError, match=r"the machine lets no process of the reward start \(\[Errno 11\]") as caught:
         asyncio.run(run())
     assert caught.value.is_set_up, "another moment may let it"

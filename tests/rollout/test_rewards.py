@@ -164,7 +164,7 @@ def test_what_a_reward_writes_to_the_socket_itself_is_not_run(tmp_path: Path) ->
 
 def test_a_long_error_is_cut() -> None:
     """What a scorer raises is cut where it scores; this one has written it to the socket itself."""
-    reply = _as_reply(json.dumps({"error": "x" * 1_000_000}).encode(), "components")
+    reply = _as_reply(json.dumps({"error": "x" * 1_000_000}).encode())
     assert reply == {"error": "x" * 2000 + " ... (998000 more characters are cut off)"}
 
 

@@ -17,9 +17,6 @@ CHAIN_SUM = {"kind": "reasoning_gym", "dataset": "chain_sum"}
 @pytest.mark.parametrize(
     ("setting", "neutral"),
     [
-        ({"top_p": 0.9}, "top_p: 1.0"),
-        ({"top_k": 50}, "top_k: -1"),
-        ({"min_p": 0.05}, "min_p: 0.0"),
         ({"repetition_penalty": 1.1}, "repetition_penalty: 1.0"),
         ({"frequency_penalty": 0.5}, "frequency_penalty: 0.0"),
         ({"presence_penalty": 0.5}, "presence_penalty: 0.0"),
@@ -32,7 +29,14 @@ def test_sampling_that_would_bias_the_ratios_is_refused_with_the_remedy(setting:
 
 
 def test_neutral_sampling_and_any_temperature_pass() -> None:
-    assert SamplingConfig(top_p=1.0, top_k=-1, temperature=0.7).temperature == 0.7
+    assert SamplingConfig(top_p=1.0, repetition_penalty=1.0, temperature=0.7).temperature == 0.7  # type: ignore[call-arg]
+    assert not SamplingConfig(top_p=1, min_p=0).is_partial and SamplingConfig(top_k=2).is_partial
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 1])
+def test_other_words_for_the_whole_vocabulary_and_greedy_answers_are_refused(top_k: int) -> None:
+    with pytest.raises(ValidationError, match=rf"top_k = {top_k}: .*leave it out"):
+        SamplingConfig(top_k=top_k)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +68,14 @@ def test_settings_that_contradict_are_refused(changes: dict[str, Any], message: 
 
 def test_room_for_a_prompt_is_what_max_tokens_leaves_of_the_context() -> None:
     config = RolloutConfig.model_validate({"task": CHAIN_SUM, "reward": {"kind": "reasoning_gym"}, "sampling": {"max_tokens": 100}})
-    assert config.with_context(256).longest_prompt == 154, "SGLang keeps two tokens of the context"
+    assert config.with_context(256).longest_prompt(config.only_entry) == 154, "SGLang keeps two tokens of the context"
     with pytest.raises(ConfigError, match=r"context_length = 300 is more than the model's context of 256 tokens"):
         config.model_copy(update={"engine": EngineConfig(context_length=300)}).with_context(256)
     with pytest.raises(ConfigError, match="no room"):
-        _ = config.with_context(102).longest_prompt
-    assert config.with_context(103).longest_prompt == 1
-    limited = config.model_copy(update={"task": config.task.model_copy(update={"max_prompt_tokens": 40})})
-    assert limited.with_context(256).longest_prompt == 40
+        _ = config.with_context(102).longest_prompt(config.only_entry)
+    assert config.with_context(103).longest_prompt(config.only_entry) == 1
+    limited = config.with_entries(lambda entry: entry.model_copy(update={"task": entry.task.model_copy(update={"max_prompt_tokens": 40})}))
+    assert limited.with_context(256).longest_prompt(limited.only_entry) == 40
 
 
 def test_every_field_says_what_it_means() -> None:
@@ -103,3 +107,54 @@ def test_sizes_of_the_pool(changes: dict[str, int], first: int, fewest: int, mos
     assert (config.workers, config.fewest_workers, config.most_workers) == (first, fewest, most)
     assert config.is_elastic == ("max_workers" in changes)
     assert RolloutConfig.model_validate(config.model_dump()) == config, "as a resume reads it from config.yaml"
+
+
+def test_a_top_k_of_the_whole_vocabulary_leaves_nothing_out() -> None:
+    """SGLang gives up an answer of which it is to report kept sets, and there are none."""
+    settings = SamplingConfig(samples_per_group=2, max_tokens=8, top_k=64)
+    assert settings.of(65) is settings and settings.is_partial
+    assert not settings.of(64).is_partial and settings.of(64).max_tokens == 8
+
+
+EXACT = {"kind": "exact_match"}
+SUMS = {"name": "sums", "task": CHAIN_SUM, "reward": EXACT}
+WORDS = {"name": "words", "task": {"kind": "reasoning_gym", "dataset": "spell_backward"}, "reward": {"kind": "reasoning_gym"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": [SUMS, WORDS], "task": CHAIN_SUM}, "rollout.tasks and rollout.task: each of several tasks has its own"),
+        ({"tasks": [SUMS, SUMS]}, "two of them have the name sums"),
+        ({"tasks": [SUMS | {"weight": {0: 1, 9: 0}}, WORDS | {"weight": {0: 0, 5: 0}}]}, "from step 9 on no task has a weight above 0"),
+        ({"tasks": [SUMS | {"weight": {3: 1}}]}, "none is given for the first steps"),
+        ({"tasks": [SUMS | {"name": "a/b"}]}, "String should match pattern"),
+        (
+            {"tasks": [SUMS | {"sampling": {"temperature": 0.5}}]},
+            "sampling.temperature = 0.5: the tokens of a batch are corrected under one",
+        ),
+        ({"tasks": [SUMS | {"sampling": {"max_tokens": 300}}]}, "is more than rollout.sampling.max_tokens = 256"),
+        ({"tasks": [SUMS | {"reward": {"kind": "environment"}}]}, "without rollout.environment"),
+        ({"tasks": [], "task": CHAIN_SUM, "reward": EXACT, "solve_rate_floor": 0.1}, "there is nothing to choose from"),
+        ({"tasks": [], "task": None, "reward": None}, "nothing would be asked"),
+    ],
+)
+def test_tasks_that_contradict_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RolloutConfig.model_validate(changes)
+    assert message in str(caught.value)
+
+
+def test_one_task_is_a_list_of_one() -> None:
+    """What is asked of the tasks is asked alike, and a change of each comes back to where it was written."""
+    one = RolloutConfig.model_validate({"task": CHAIN_SUM, "reward": EXACT})
+    several = RolloutConfig.model_validate({"tasks": [SUMS, WORDS | {"weight": {0: 1, 5: 3}, "sampling": {"max_tokens": 9}}]})
+    assert [entry.name for entry in one.entries] == [""] and [entry.name for entry in several.entries] == ["sums", "words"]
+    assert [several.sampling_of(name).max_tokens for name in ("sums", "words")] == [256, 9]
+    assert [several.entries[1].weight_at(step) for step in (0, 4, 5, 99)] == [1, 1, 3, 3]
+    assert several == RolloutConfig.model_validate(several.model_dump(mode="json")), "config.yaml is read again"
+    for config in (one, several):
+        seeded = config.with_entries(lambda entry: entry.model_copy(update={"task": entry.task.model_copy(update={"seed": 7})}))
+        assert {entry.task.seed for entry in seeded.entries} == {7} and seeded.with_entries(lambda entry: entry) == seeded
+    with pytest.raises(ConfigError, match="has 2 tasks, and this takes one"):
+        _ = several.only_entry

@@ -17,12 +17,12 @@ from evenkeel.actors.config import RunConfig
 from evenkeel.evaluation import evaluate_folder
 from evenkeel.filter import Bounds, filter_questions
 from evenkeel.recipe import load_config
-from evenkeel.rollout.config import AnswerSampling, ExactMatchReward, MaskOverlong, SamplingConfig
+from evenkeel.rollout.config import AnswerSampling, ExactMatchReward, MaskOverlong, RolloutConfig, SamplingConfig
 from evenkeel.rollout.engine.engine import RolloutEngine
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 from evenkeel.rollout.packing import is_left_out
 from evenkeel.rollout.rewards.rewards import RewardPool
-from evenkeel.rollout.sampler import Sampler, sample_seed
+from evenkeel.rollout.sampler import Player, Sampler, sample_seed
 from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.trajectory import FinishReason, Group, Prompt, Trajectory
 from tests.conftest import BackgroundLoop
@@ -30,6 +30,58 @@ from tests.tiny_models import SPECIAL_TOKENS
 
 pytestmark = pytest.mark.engine
 RECIPE = Path(__file__).parents[2] / "recipes" / "nano_spell_backward.yaml"
+
+
+GREETER = """
+class Greeter:
+    async def reset(self, task):
+        return task["prompt"]
+
+    async def step(self, turn):
+        return "go on", {"said": 0.25, "number": turn.number}, turn.number == 1
+"""
+
+
+def test_each_prompt_is_answered_and_scored_as_its_task_says(
+    shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path, tmp_path: Path
+) -> None:
+    """One engine, two tasks: one with short answers that a function scores, and one played in an environment. A prompt's task
+    stands in its id, so groups may come in any order."""
+    (tmp_path / "greeter.py").write_text(GREETER)
+    (tmp_path / "lengths.py").write_text("def score(completion): return float(len(completion) > 0)")
+    task = {"kind": "file", "path": "none"}
+    config = RolloutConfig.model_validate(
+        {
+            "tasks": [
+                {"name": "short", "task": task, "reward": {"kind": "function", "path": "lengths:score", "folder": tmp_path}}
+                | {"sampling": {"max_tokens": 3}},
+                {"name": "played", "task": task | {"system_prompt": "Be kind."}, "reward": {"kind": "environment"}}
+                | {"environment": {"path": "greeter:Greeter", "folder": tmp_path, "max_turn_tokens": 4}},
+            ],
+            "sampling": {"samples_per_group": 2, "max_tokens": 60},
+        }
+    )
+    encoders = ChatEncoder.of_entries(tiny_model, config)
+    prompts = {name: Prompt(f"{name}/train/0/0", "3 + 4 =", encoders[name].encode("3 + 4 ="), "7") for name in encoders}
+    assert len(prompts["played"].token_ids) > len(prompts["short"].token_ids), "it has the system prompt of its task"
+
+    async def sample() -> tuple[Group, ...]:
+        players = {}
+        for entry in config.entries:
+            how = config.sampling_of(entry.name), encoders[entry.name], "model", prompts[entry.name]
+            players[entry.name] = await Player.start(entry, *how)
+        sampler = Sampler(shared_engine, players, seed=5)
+        try:
+            asked = (sampler.group(one, group_id=n, admitted_version=shared_engine.version) for n, one in enumerate(prompts.values()))
+            return tuple(await asyncio.gather(*asked))  # type: ignore[arg-type]
+        finally:
+            for player in players.values():
+                await player.close()
+
+    short, played = engine_loop.run(sample())
+    assert [(one.response_tokens <= 3, one.turns, one.reward) for one in short.trajectories] == [(True, 1, 1.0)] * 2
+    assert [(one.reward, one.reward_components) for one in played.trajectories] == [(0.25, {"said": 0.25, "number": 0.0})] * 2
+    assert all(one.response_tokens == 4 and one.turn_rewards == (0.25,) for one in played.trajectories), "a turn of this model is cut"
 
 
 def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model: Path) -> None:
@@ -43,7 +95,7 @@ def test_a_prompt_becomes_a_scored_group(shared_engine: RolloutEngine, engine_lo
 
     async def sample() -> tuple[Group, Trajectory, int, list[Trajectory], Trajectory]:
         rewards = RewardPool(ExactMatchReward(processes=1))
-        sampler = Sampler(shared_engine, encoder, rewards, settings, seed=5)
+        sampler = Sampler(shared_engine, {"": Player(encoder, rewards, settings)}, seed=5)
         before = sampler.generated_tokens
         try:
             (first,) = await shared_engine.generate(prompt.token_ids, max_tokens=20, seeds=[sample_seed(5, prompt.prompt_id, 0)])
@@ -86,7 +138,7 @@ def test_an_answer_ends_at_what_the_engine_by_itself_doesn_t_know(
 
     async def answer(using: ChatEncoder, max_tokens: int) -> Trajectory:
         rewards = RewardPool(ExactMatchReward(processes=1))
-        sampler = Sampler(shared_engine, using, rewards, SamplingConfig(samples_per_group=2, max_tokens=max_tokens))
+        sampler = Sampler(shared_engine, {"": Player(using, rewards, SamplingConfig(samples_per_group=2, max_tokens=max_tokens))})
         try:
             return (await sampler.answer(prompt, AnswerSampling()))[0]
         finally:

@@ -6,13 +6,16 @@ Seeds are fixed, so each of these outcomes is one number: a p-value that is fine
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from evenkeel.rollout.config import Truncation
 from evenkeel.rollout.engine.engine import RolloutEngine
 from evenkeel.rollout.sampler import sample_seed
+from evenkeel.rollout.trajectory import KeptTokens, Trajectory
 from tests.conftest import BackgroundLoop
 from tests.rollout.hf_reference import hf_model
 
@@ -183,30 +186,115 @@ def test_seeded_greedy_and_other_requests_in_one_batch(shared_engine: RolloutEng
     assert first[3] != second[3]
 
 
-def test_top_p_samples_from_the_likeliest_tokens_and_leaves_other_rows_alone(
-    shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model
-) -> None:
-    """At top-p 0.5: the smallest set of likeliest tokens that holds half of the probability, in proportion; their logprobs stay those of
-    the whole distribution. What is sampled from the whole vocabulary in the same batches gets the tokens that it gets alone."""
-    prompt, count = [7, 80, 200, 33, 401, 9], 1000
-    settings = {"max_tokens": 1, "temperature": 0.7, "ignore_stop": True}
+def kept_by_hand(row: list[float], top_p: float, top_k: int, min_p: float) -> list[int]:
+    """One token after the other, as the three are described."""
+    order, found, before = sorted(range(len(row)), key=lambda token: (-row[token], token)), [], 0.0
+    for place, token in enumerate(order):
+        if before > top_p < 1 or place >= top_k or row[token] < min_p * row[order[0]]:
+            break
+        found.append(token)
+        before += row[token]
+    return found
 
-    async def together() -> tuple[list, list]:
+
+def test_kept_sets_are_what_top_p_top_k_and_min_p_all_keep_and_ties_go_by_the_id(draw) -> None:
+    """Against a loop over the tokens and, without ties, against what SGLang itself keeps; probabilities of sixteenths have many ties, and
+    a third of the tokens can't come."""
+    from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
+
+    from evenkeel.rollout.sglang_plugin.seeded_sampler import kept_sets
+
+    generator = torch.Generator().manual_seed(0)
+    smooth = torch.softmax(4 * torch.randn(300, 2003, generator=generator), -1)
+    tied = torch.randint(0, 3, (300, 2003), generator=generator) * 2.0 ** torch.randint(0, 6, (300, 2003), generator=generator)
+    top_ps = torch.tensor([1.0, 0.9, 0.31, 1e-6]).repeat(75)
+    top_ks = torch.tensor([2003, 2**30, 50, 7, 2]).repeat(60)
+    min_ps = torch.tensor([0.0, 0.02, 0.51]).repeat(100)
+    sizes = set()
+    for rows in (smooth, tied / tied.sum(-1, keepdim=True)):
+        ids, counts = kept_sets(rows, top_ps, top_ks, min_ps)
+        found = [kept[:count] for kept, count in zip(ids.tolist(), counts.tolist(), strict=True)]
+        settings = zip(rows.tolist(), top_ps.tolist(), top_ks.tolist(), min_ps.tolist(), strict=True)
+        assert found == [kept_by_hand(*each) for each in settings]
+        sizes |= set(map(len, found))
+    assert {1, 2, 7, 50, 2003} < sizes and len(sizes) > 50
+    cut = top_ps < 1  # SGLang's sums of float32 are over 1 before a row ends
+    of_sglang = top_k_top_p_min_p_sampling_from_probs_torch(
+        smooth[cut], top_ks[cut], top_ps[cut], min_ps[cut], True, None, torch.zeros(int(cut.sum())), return_filtered_probs=True
+    )
+    _, weights, tokens, _ = of_sglang
+    ids, counts = kept_sets(smooth[cut], top_ps[cut], top_ks[cut], min_ps[cut])
+    assert [row[keeps].tolist() for row, keeps in zip(tokens, weights > 0, strict=True)] == [
+        row[:count].tolist() for row, count in zip(ids, counts.tolist(), strict=True)
+    ]
+
+
+def test_a_row_that_is_no_number_has_no_kept_set(draw) -> None:
+    """Its logprob is then no number either, for which its request is refused."""
+    from evenkeel.rollout.sglang_plugin.seeded_sampler import kept_sets
+
+    rows = torch.stack([PROBABILITIES, torch.full_like(PROBABILITIES, torch.nan)])
+    for top_p, top_k, min_p in ((0.5, 100, 0.0), (1.0, 3, 0.0), (1.0, 100, 0.1)):
+        _, counts = kept_sets(rows, torch.full((2,), top_p), torch.full((2,), top_k), torch.full((2,), min_p))
+        assert counts[0] > 0 and counts[1] == 0
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.5}, {"min_p": 0.05}, {"top_p": 0.7, "top_k": 12, "min_p": 0.05}])
+def test_tokens_come_from_the_kept_set_which_is_reported_and_other_rows_are_left_alone(
+    shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model, setting: dict[str, float]
+) -> None:
+    """In proportion to their probabilities; logprobs are those of the kept set. Answers that nothing is trained on are the same ones, and
+    come without it. What is sampled from the whole vocabulary in the same batches gets the tokens and logprobs that it gets alone."""
+    prompt, count, truncation = [7, 80, 200, 33, 401, 9], 600, Truncation(**setting)
+    ask = {"max_tokens": 1, "temperature": 0.7, "ignore_stop": True, "samples": count, "seeds": list(range(count))}
+
+    async def together() -> tuple[list[Trajectory], ...]:
         return await asyncio.gather(
-            shared_engine.generate(prompt, samples=count, seeds=list(range(count)), top_p=0.5, **settings),
-            shared_engine.generate(prompt, samples=count, seeds=list(range(count)), **settings),
+            shared_engine.generate(prompt, truncation=truncation, **ask),
+            shared_engine.generate(prompt, truncation=truncation, is_trained=False, **ask),
+            shared_engine.generate(prompt, **ask),
+            shared_engine.generate(prompt, **ask | {"temperature": 0.0, "samples": 8, "seeds": list(range(8))}),
         )
 
-    cut, whole = engine_loop.run(together())
-    alone = engine_loop.run(shared_engine.generate(prompt, samples=count, seeds=list(range(count)), **settings))
-    assert [one.response_ids for one in whole] == [one.response_ids for one in alone]
+    cut, evaluated, whole, greedy = engine_loop.run(together())
+    alone = engine_loop.run(shared_engine.generate(prompt, **ask))
+    tokens_of = [(one.response_ids, one.behavior_logprobs) for one in alone]
+    assert [(one.response_ids, one.behavior_logprobs) for one in whole] == tokens_of and whole[0].kept_tokens is None
     with torch.no_grad():
-        probabilities = torch.softmax(hf_model(tiny_model)(torch.tensor([prompt])).logits[0, -1].double() / 0.7, -1)
-    ordered, tokens = probabilities.sort(descending=True)
-    kept = tokens[ordered.cumsum(0) - ordered <= 0.5]
-    nucleus = torch.zeros_like(probabilities).index_copy(0, kept, probabilities[kept])
+        logits = hf_model(tiny_model)(torch.tensor([prompt])).logits[0, -1].double() / 0.7
+    assert {one.response_ids[0] for one in greedy} == {int(logits.argmax())} and greedy[0].kept_tokens is None
+    probabilities = torch.softmax(logits, -1)
+    kept = kept_by_hand(probabilities.tolist(), truncation.top_p, truncation.top_k or len(logits), truncation.min_p)
     assert 3 < len(kept) < len(probabilities) / 2
+    nucleus = torch.zeros_like(probabilities).index_copy(0, torch.tensor(kept), probabilities[kept])
     sampled = torch.tensor([one.response_ids[0] for one in cut])
     assert_is_sample_of(sampled.bincount(minlength=len(probabilities)), nucleus)
     told = torch.tensor([one.behavior_logprobs[0] for one in cut]).double()
-    assert torch.allclose(told.exp(), probabilities[sampled], rtol=1e-4)
+    assert torch.allclose(told.exp(), (nucleus / nucleus.sum())[sampled], rtol=1e-4)
+    assert all(one.kept_tokens == KeptTokens.of([kept]) for one in cut)
+    assert [(one.response_ids, one.behavior_logprobs, one.kept_tokens) for one in evaluated] == [
+        (one.response_ids, one.behavior_logprobs, None) for one in cut
+    ]
+
+
+def test_kept_sets_go_on_over_a_long_answer(shared_engine: RolloutEngine, engine_loop: BackgroundLoop, tiny_model) -> None:
+    """SGLang sends every 50th token. A token that the whole vocabulary may give (min-p of almost nothing) has a set of size 0."""
+    prompt = [11, 60, 300, 45]
+    model = hf_model(tiny_model)
+    for truncation, is_whole in ((Truncation(top_p=0.8, top_k=20), False), (Truncation(min_p=1e-9), True)):
+        ask = {"max_tokens": 130, "seeds": [3], "ignore_stop": True}
+        (answer,) = engine_loop.run(shared_engine.generate(prompt, truncation=truncation, **ask))
+        sets = answer.kept_tokens
+        assert sets is not None and len(sets.counts) == 130 and len(sets.ids) == sum(sets.counts)
+        if is_whole:
+            assert not sets.ids
+            (other,) = engine_loop.run(shared_engine.generate(prompt, **ask))
+            assert (other.response_ids, other.behavior_logprobs) == (answer.response_ids, answer.behavior_logprobs)
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *answer.response_ids]])).logits[0, len(prompt) - 1 : -1].double()
+        for place, row in enumerate(torch.softmax(logits, -1)):
+            kept = sets.ids[sum(sets.counts[:place]) : sum(sets.counts[: place + 1])].tolist()
+            assert kept == kept_by_hand(row.tolist(), 0.8, 20, 0.0)
+            expected = float(row[answer.response_ids[place]] / row[kept].sum())
+            assert math.exp(answer.behavior_logprobs[place]) == pytest.approx(expected, rel=1e-4)

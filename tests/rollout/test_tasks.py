@@ -12,9 +12,9 @@ import pytest
 
 from evenkeel.correction.errors import ConfigError, DataError
 from evenkeel.rollout.config import FileTask, HuggingFaceTask, ReasoningGymTask
+from evenkeel.rollout.prompt_place import PromptPlace
 from evenkeel.rollout.rewards.reward_process import as_json, create_reasoning_gym, from_json
 from evenkeel.rollout.tasks.chat import ChatEncoder, load_tokenizer
-from evenkeel.rollout.tasks.prompt_place import PromptPlace
 from evenkeel.rollout.tasks.questions import hash_share, text_key
 from evenkeel.rollout.tasks.tasks import build_task
 from evenkeel.rollout.trajectory import Demonstration
@@ -56,6 +56,14 @@ def test_the_check_finds_a_demonstration_that_is_held_out() -> None:
         task.check(demonstrations=[*task.demonstrations(5), leaked])
 
 
+def test_the_check_finds_a_question_that_another_task_of_the_run_holds_out() -> None:
+    """Each splits by its own fraction: what one trains on, the other may keep for its accuracy."""
+    own, other = build_task(chain_sum(seed=99)), build_task(chain_sum(held_out_fraction=0.5))
+    own.check(train_positions=2000, others={"alike": build_task(chain_sum(seed=98))})
+    with pytest.raises(DataError, match=r"\(task sums\): \d+ held-out questions are also in the training stream of"):
+        own.check(train_positions=2000, others={"sums": other})
+
+
 def test_the_report_counts_and_warns_when_there_are_too_few_questions() -> None:
     """One-digit two-term sums: 10 x 10 x 2 = 200 distinct questions, of which a tenth, about 20, may be held out."""
     tiny = build_task(chain_sum(options=TWO_TERMS | {"max_digits": 1}, held_out_size=100))
@@ -92,8 +100,8 @@ def test_a_training_prompt_depends_on_seed_and_position_alone() -> None:
     task = build_task(chain_sum())
     assert [task.train_prompt(i) for i in (200, 2, 1, 0)][:0:-1] == forwards  # after another stretch, backwards
     assert [p.prompt_id for p in forwards] == ["train/0/0", "train/0/1", "train/0/2"]
-    assert [PromptPlace.parse(p.prompt_id) for p in forwards] == [("train", 0, 0), ("train", 0, 1), ("train", 0, 2)]
-    assert {PromptPlace.parse(other) for other in ("train/3", "train/0/x", "a/b/0/1", "")} == {None}
+    assert [PromptPlace.parse(p.prompt_id) for p in forwards] == [PromptPlace("train", 0, number) for number in range(3)]
+    assert {PromptPlace.parse(other) for other in ("train/3", "train/0/x", "a/b/c/0/1", "")} == {None}
     assert build_task(chain_sum(seed=1)).train_prompt(0).text != forwards[0].text
 
 
@@ -343,6 +351,25 @@ def test_one_bad_row_is_one_row_and_demonstrations_are_the_warm_ups(tmp_path: Pa
     assert str(task.check()).endswith("(2 distinct); 1 bad row skipped")
     shown = task.check(demonstrations=[Demonstration("another", "another", "1")])
     assert "and from the 1 demonstrations of the model's warm-up; 1 bad row skipped" in str(shown)
+
+
+def test_a_worked_conversation_is_a_demonstration_of_each_turn(tmp_path: Path, tiny_model: Path) -> None:
+    """Of the model's turns alone, each after the very tokens that it would read. Another order of roles is no conversation."""
+    said = [("assistant", "1 + 2 ="), ("tool", "3"), ("assistant", "it is 3")]
+    turns = [{"role": role, "content": content} for role, content in said]
+    rows = [{"prompt": f"sum {i}", "answer": "3", "worked": turns} for i in range(9)] + [
+        {"prompt": "no", "answer": "", "worked": turns[:2]}
+    ]
+    encoder = ChatEncoder(load_tokenizer(tiny_model))
+    task = build_task(FileTask(path=write_rows(tmp_path / "rows.jsonl", rows), demonstration_field="worked", held_out_size=1), encoder)
+    (skipped,) = task.check().skipped
+    assert "is a list, but not of turns: an assistant's, then another's" in skipped.reason
+    first, second, third = task.demonstrations(3)
+    assert [one.answer for one in (first, second, third)] == ["1 + 2 =", "it is 3", "1 + 2 ="] and first.question == second.question
+    asked, called = encoder.encode_demonstration(first.prompt, first.answer)
+    assert asked == encoder.encode(first.question)
+    following = encoder.following(first.question, called, turns[1:2])
+    assert encoder.encode_demonstration(second.prompt, second.answer)[0] == (*asked, *called, *following)
 
 
 def test_too_long_questions_are_no_want_of_fields(tmp_path: Path, tiny_model: Path) -> None:

@@ -17,8 +17,10 @@ from evenkeel.rollout.engine.temporary_files import LONGEST_TMPDIR, check_tmpdir
 
 
 @pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """Below it sockets have room."""
+def tmp_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Below it sockets have room. What an engine's start sets goes with it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
@@ -26,7 +28,6 @@ def tmp_path() -> Iterator[Path]:
 def test_files_of_a_killed_engine_go_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its children's too; those of one that lives stay, and so does what torch has compiled for all."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", None)
     child = "import tempfile; print(tempfile.mkdtemp())"
     script = (

@@ -13,6 +13,7 @@ from typing import Any
 from evenkeel.correction.batch import PackedBatch
 from evenkeel.rollout.trajectory import GroupFacts
 from tests.simulation.learner import Weights
+from tests.simulation.schedule import SAMPLES
 
 
 class ViolationError(AssertionError):
@@ -117,6 +118,10 @@ class Books:
             self.refuse(f"groups {twice} are trained a second time, at version {weights.version}")
         if len(groups) != self._groups_per_step:
             self.refuse(f"a batch of {len(groups)} groups instead of {self._groups_per_step}, at version {weights.version}")
+        rollouts = range(batch.num_sequences) if batch.rollout_ids is None else batch.rollout_ids.tolist()
+        of_groups = Counter(group for group, _ in set(zip(batch.group_ids.tolist(), rollouts, strict=True)))
+        if others := {group: count for group, count in of_groups.items() if count != SAMPLES}:
+            self.refuse(f"groups with another number of rollouts than {SAMPLES}, by id: {others}; a branch is none of its own")
         lineage = (*weights.ancestors, weights.name)
         tokens = zip(batch.token_ids.tolist(), batch.weight_versions.tolist(), batch.loss_mask.tolist(), strict=True)
         for token, version, is_response in tokens:

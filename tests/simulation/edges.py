@@ -38,11 +38,15 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
     service, worker = evenkeel.actors.service.correction_service, evenkeel.actors.pool.rollout_worker
     payloads = evenkeel.actors.groups.tokens
     nothing: Callable[..., Any] = lambda *_, **__: None  # noqa: E731
-    endpoint = lambda *_, **__: SimpleNamespace(set=nothing, add=nothing, close=nothing, target="127.0.0.1:1")  # noqa: E731
+    does_nothing: Any = SimpleNamespace(set=nothing, add=nothing, publish=nothing, close=nothing, register=nothing, target="127.0.0.1:1")
+    does_nothing.registry = does_nothing
+    endpoint = lambda *_, **__: does_nothing  # noqa: E731
     with contextlib.ExitStack() as stack:
         for place, name, double in (
             (worker.Sampler, "start", partial(_start_sampler, schedule, faults)),
             (worker, "MetricsEndpoint", endpoint),
+            (service, "MetricsEndpoint", endpoint),
+            (service, "token_sample", nothing),  # of tensors that nobody computes here
             (service, "correct", parts.corrected),
             (service, "defer", parts.corrected),
             (service, "diagnose", parts.diagnosed),

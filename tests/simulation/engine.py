@@ -96,7 +96,7 @@ class FaultyEngine:
         self.version = version
         self.held: dict[str, int] = dict.fromkeys(_TENSORS, -1)
         """By tensor: the weights that it is of."""
-        self.requests_in_flight = 0
+        self.requests_in_flight, self.metrics = 0, None
         self.born = asyncio.get_running_loop().time()
         self._busy_s, self._busy_since = 0.0, 0.0
         self.silent_s = 0.0
@@ -281,7 +281,7 @@ class FaultyEngine:
 
 
 class SimulatedSampler:
-    """Groups of answers, scored by a hash: some questions are too easy, some answers can't be scored."""
+    """Groups of answers, scored by a hash: some questions are too easy, some answers can't be scored, and some have a branch."""
 
     generated_tokens = 0
 
@@ -297,7 +297,7 @@ class SimulatedSampler:
         return asyncio.get_running_loop().time() - self.engine.born
 
     async def group(
-        self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: UnfinishedGroup | None = None
+        self, prompt: Prompt, *, group_id: int, admitted_version: int, begun: UnfinishedGroup | None = None, **_: Any
     ) -> Group | UnfinishedGroup:
         await self._faults.befalls_sampling(prompt.prompt_id)
         answers = await self.engine.generate(prompt, self._samples, begun.answers if begun is not None else ())
@@ -317,6 +317,10 @@ class SimulatedSampler:
         share = zlib.crc32(f"reward of {prompt.prompt_id}/{index}".encode()) / 2**32
         if share < self._unscored or self._faults.judge_is_down():
             return replace(answer, error="the reward took longer than its deadline", failure=FailureKind.REWARD_TIMEOUT)
-        return replace(answer, reward=float(share > 0.6))
+        others = (replace(answer, prompt_ids=answer.token_ids + answer.prompt_ids),) if int(share * 1000) % 3 == 0 else ()
+        return replace(answer, reward=float(share > 0.6), branches=others)
+
+    async def hand_back(self) -> None:
+        await self.engine.hand_back()
 
     async def close(self) -> None: ...

@@ -86,7 +86,7 @@ class SimulatedLearner:
         self._world.books.restored(weights)
         self.weights, self._number = weights, self._world.books.new_learner(weights)
 
-    def step(self, corrected: Any, correction: Any, *, step: int) -> StepResult:
+    def step(self, corrected: Any, correction: Any, *, step: int, rate_scale: float = 1.0) -> StepResult:
         self._world.faults.raise_if_failing("step")
         self.abort.before_microbatch()
         self.abort.too_late()

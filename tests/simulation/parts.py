@@ -16,19 +16,28 @@ from evenkeel.actors.processes.supervision import abandon, wait_for
 from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.correction.errors import EvenkeelError
+from evenkeel.rollout.prompt_place import PromptPlace
 from evenkeel.rollout.trajectory import GroupFacts, Prompt
 
 
 class SimulatedTask:
     """Questions without end."""
 
-    name, fingerprint = "questions", "fingerprint"
+    name, fingerprint, questions_per_epoch = "questions", "fingerprint", None
+
+    def __init__(self, task: str, number: int, tasks: int) -> None:
+        """Args: task: its name among several, which have their prompts in turn; number: among these."""
+        self._task, self._number, self._tasks = task, number, tasks
 
     def train_prompt(self, position: int) -> Prompt:
-        return Prompt(f"train/0/{position}", f"question {position}", (1, 2, 3), f"answer {position}")
+        return self._prompt("train", position * self._tasks + self._number)  # its place in the run, by which the books know it
 
     def held_out_prompts(self) -> tuple[Prompt, ...]:
-        return tuple(Prompt(f"held_out/0/{i}", f"question {i}", (1, 2, 3), f"answer {i}") for i in range(6))
+        return tuple(self._prompt("held_out", position) for position in range(6))
+
+    def _prompt(self, source: str, position: int) -> Prompt:
+        place = PromptPlace(source, 0, position, self._task)
+        return Prompt(str(place), f"question {position}", (1, 2, 3), f"answer {position}")
 
 
 class SimulatedFolder(RunFolder):
@@ -76,7 +85,7 @@ class Notes:
     def roll_back(self, totals: Any, step: int) -> None:
         self._world.rolled_back()
 
-    def saved(self, path: Path, seconds: float) -> None:
+    def saved(self, path: Path, step: int, seconds: float) -> None:
         self._world.checkpoint_saved(path)
 
     def totals(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from evenkeel.actors.checkpoints import writer as checkpoint_writer
 from evenkeel.actors.driver.batches import BatchSource
 from evenkeel.actors.groups.book import Entry, GroupBook, GroupState
 from evenkeel.actors.groups.ledger import Ledger
-from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.actors.pool.dispatch import WaitingWork
 from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.pool.rollout_worker import RolloutWorker
@@ -250,13 +250,13 @@ def the_checkpoint_comes_before_the_ledgers_flush() -> Iterator[None]:
 @contextmanager
 def a_checkpoint_forgets_groups_whose_tokens_are_lost() -> Iterator[None]:
     """They are neither among its finished groups nor among those to be sampled."""
-    of = QueueSnapshot.of
+    of = BookSnapshot.of
 
-    def forgetful(contents: BookContents, groups: Sequence[Any]) -> QueueSnapshot:
+    def forgetful(contents: BookContents, groups: Sequence[Any]) -> BookSnapshot:
         snapshot, finished = of(contents, groups), {one.group_id for one in contents.finished}
         return replace(snapshot, in_flight=tuple(ticket for ticket in snapshot.in_flight if ticket.group_id not in finished))
 
-    with mock.patch.object(QueueSnapshot, "of", forgetful):
+    with mock.patch.object(BookSnapshot, "of", forgetful):
         yield
 
 

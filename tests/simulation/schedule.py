@@ -14,6 +14,8 @@ import yaml
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.settings.resolve import with_devices
 
+SAMPLES = 2
+"""Answers of a group."""
 # An undisturbed run's: faults begin while that would be under way, or an evaluation after it.
 _START_S, _STEP_S, _END_S = 10.0, 7.0, 5.0
 ENDS_A_RUN = {"crash_driver", "stop_driver", "full_disk", "hung_disk"}
@@ -142,7 +144,7 @@ def _config(
                     "workers": workers,
                     "task": {"kind": "reasoning_gym", "dataset": "chain_sum"},
                     "reward": {"kind": "exact_match"},
-                    "sampling": {"samples_per_group": 2, "max_tokens": 16},
+                    "sampling": {"samples_per_group": SAMPLES, "max_tokens": 16},
                     "engine": {
                         "device": "cpu",
                         "max_running_requests": 8,

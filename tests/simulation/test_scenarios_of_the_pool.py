@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from typing import Any
 
 import pytest
 
+from evenkeel.rollout.prompt_place import task_of
 from evenkeel.rollout.trajectory import Prompt
+from tests.simulation.engine import SimulatedSampler
 from tests.simulation.parts import SimulatedTask
 from tests.simulation.scenarios import PLAIN, Scenario, check
 from tests.simulation.schedule import Fault
@@ -309,3 +313,30 @@ def test_prompts_are_made_while_the_engines_are_at_work(monkeypatch: pytest.Monk
     play(PLAIN.with_faults([Fault(0.0, "spoilt_prompt", what="hangs")]))
     places = (PLAIN.max_staleness + 1) * PLAIN.groups_per_step
     assert sum(at < 500.0 for at in made) == 2 * places
+
+
+TWO_TASKS = (
+    'rollout.task=null rollout.reward=null rollout.slots=2 rollout.tasks=[{"name":"asked","task":{"kind":"reasoning_gym","dataset":"a"},'
+    '"reward":{"kind":"exact_match"}},{"name":"played","task":{"kind":"reasoning_gym","dataset":"a"},"reward":{"kind":"environment"},'
+    '"environment":{"path":"a:B"}}]'
+)
+
+
+def test_groups_of_one_task_take_slots_though_another_one_is_played_in_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers with two slots each, and admission for 32 groups of which every other is played, 20 s each: those are all under way at
+    once, 8 at a worker, and of the others never more than 2 at a worker. One worker is killed in the middle."""
+    under_way, most, group = Counter[tuple[int, str]](), Counter[str](), SimulatedSampler.group
+
+    async def counted(sampler: SimulatedSampler, prompt: Prompt, **how: Any) -> Any:
+        task = task_of(prompt.prompt_id)
+        under_way[id(sampler), task] += 1
+        most[task] = max(most[task], under_way[id(sampler), task])
+        try:
+            await asyncio.sleep(20.0 if task == "played" else 0.0)
+            return await group(sampler, prompt, **how)
+        finally:
+            under_way[id(sampler), task] -= 1
+
+    monkeypatch.setattr(SimulatedSampler, "group", counted)
+    check(Scenario((Fault(60.0, "kill_worker"),), {"groups_per_step": 16, "changes": TWO_TASKS, **GOOD_FOR}, lost=1))
+    assert most["asked"] == 2 and most["played"] >= 8

@@ -27,6 +27,7 @@ from evenkeel.actors.checkpoints.writer import ATTEMPTS
 from evenkeel.actors.driver.controller import Controller
 from evenkeel.actors.driver.recovery import MOST_ROLLBACKS
 from evenkeel.correction.errors import DataError, EngineDirty, EvenkeelError, LedgerError
+from evenkeel.rollout.tasks.mixture import Mixture
 from tests.simulation import faults, parts
 from tests.simulation.books import Books, ViolationError
 from tests.simulation.clock import Clock, NothingLeftError, VirtualLoop, installed
@@ -255,8 +256,13 @@ class World:
                 shutil.rmtree(checkpoint.path)
             folder.rewind(-1)
             return None
-        point, _ = checkpoint_reader.take_back(folder, point, parts.SimulatedTask())  # type: ignore[arg-type]
+        point, _ = checkpoint_reader.take_back(folder, point, self._tasks())
         return point
+
+    def _tasks(self) -> Mixture:
+        names = [entry.name for entry in self.schedule.config.rollout.entries]
+        tasks: Any = {name: parts.SimulatedTask(name, number, len(names)) for number, name in enumerate(names)}
+        return Mixture(tasks)
 
     def _one_driver(self, point: Any) -> str:
         """Returns: why it ended with a step left to do; empty: all steps are done."""
@@ -313,8 +319,7 @@ class World:
         folder = parts.SimulatedFolder(self._folder, self.tells)
         notes: Any = parts.Notes(self, folder)
         resume_from = (point.checkpoint, point.state) if point else None
-        task: Any = parts.SimulatedTask()
-        self._controller = Controller(self.schedule.config, folder, task, notes, resume_from=resume_from)
+        self._controller = Controller(self.schedule.config, folder, self._tasks(), notes, resume_from=resume_from)
         try:
             return await self._controller.run()
         finally:

@@ -59,7 +59,7 @@ def writer(folder: RunFolder, saved: list[str], events: list[str] | None = None,
     """Args: saved, events: what it reports is appended to them."""
     events = events if events is not None else []
     told: dict[str, Any] = {"event": lambda level, text: events.append(text), "waiting": events.append}
-    recorder: Any = SimpleNamespace(saved=lambda path, seconds: saved.append(path.name), **told)
+    recorder: Any = SimpleNamespace(saved=lambda path, *_: saved.append(path.name), **told)
     deadlines = DeadlinesConfig(checkpoint_s=checkpoint_s)
     return CheckpointWriter(folder, recorder, CheckpointConfig(keep=1, every_steps=5), deadlines, begins_at=0, pause_s=0.0)
 

@@ -20,7 +20,7 @@ from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, Ticket
 from evenkeel.actors.groups import ledger as ledger_module
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.groups.ledger import Ledger, LedgerMark, imbalance_of
-from evenkeel.actors.groups.snapshot import BookContents, QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.correction.errors import LedgerError
 from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
 
@@ -122,6 +122,13 @@ def test_a_prompt_is_handed_out_once(ledger: Ledger) -> None:
             ledger.hand_out([again])
 
 
+def test_each_task_has_an_order_of_its_own(ledger: Ledger) -> None:
+    """Of two tasks the second may be behind; neither goes back."""
+    ledger.hand_out(["words/train/0/0", "sums/train/0/0", "words/train/0/1", "sums/train/0/1"])
+    with pytest.raises(LedgerError, match=r"sums/train/0/0 used before \(sums/train/0/1 came later\)"):
+        ledger.hand_out(["sums/train/0/0"])
+
+
 def test_what_a_full_disk_does_not_take_comes_with_the_next_step(ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a line that it took is taken back; a checkpoint, which needs the lines, says so."""
     plain = Path.open
@@ -177,11 +184,11 @@ SAVED = books(7, 3, [4, 5, 6], alike=1)
 """At the fixture's second step."""
 
 
-def as_saved(contents: BookContents) -> QueueSnapshot:
-    return QueueSnapshot.of(contents, ())
+def as_saved(contents: BookContents) -> BookSnapshot:
+    return BookSnapshot.of(contents, ())
 
 
-def saved(ledger: Ledger) -> tuple[QueueSnapshot, LedgerMark]:
+def saved(ledger: Ledger) -> tuple[BookSnapshot, LedgerMark]:
     """A checkpoint at the fixture's second step."""
     ledger.compare(SAVED)
     return as_saved(SAVED), ledger.flush()
@@ -238,12 +245,12 @@ def test_a_resume_goes_on_with_the_reasons_of_the_checkpoint(ledger: Ledger, pat
 
 def test_a_resume_takes_back_later_steps(ledger: Ledger, path: Path) -> None:
     """Whole lines and a torn one, as a kill leaves them."""
-    queue, mark = saved(ledger)
+    book, mark = saved(ledger)
     kept = path.read_bytes()
     ledger.settle(3, trained=names(4, 5), discarded=[], contents=books(7, 5, [6], alike=1))
     with path.open("a") as file:
         file.write('{"step": 4, "prom')
-    again, warning = Ledger.resumed(path, queue, mark)
+    again, warning = Ledger.resumed(path, book, mark)
     assert warning is None and path.read_bytes() == kept and lines_counted(again) == 4
     again.settle(3, trained=names(4), discarded=[], contents=books(7, 4, [5, 6], alike=1))
     assert len(lines_of(path)) == 5 == again.flush().lines
@@ -251,7 +258,7 @@ def test_a_resume_takes_back_later_steps(ledger: Ledger, path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
 def test_a_damaged_file_is_set_aside_and_the_books_go_on(ledger: Ledger, path: Path, damage: str) -> None:
-    queue, mark = saved(ledger)
+    book, mark = saved(ledger)
     content = path.read_bytes()
     if damage == "gone":
         path.unlink()
@@ -259,7 +266,7 @@ def test_a_damaged_file_is_set_aside_and_the_books_go_on(ledger: Ledger, path: P
         path.write_bytes(content[:-1] if damage == "cut" else bytes([content[0] ^ 1]) + content[1:])
     if damage != "gone":  # of those that were set aside earlier none is written over
         path.with_name("ledger.damaged.jsonl").write_text("earlier")
-    again, warning = Ledger.resumed(path, queue, mark)
+    again, warning = Ledger.resumed(path, book, mark)
     assert warning is not None and "set aside as ledger.damaged" in warning and not path.exists()
     assert damage == "gone" or path.with_name("ledger.damaged-2.jsonl").read_bytes() != content != b"earlier"
     again.settle(3, trained=names(4), discarded=[], contents=books(7, 4, [5, 6], alike=1))
@@ -307,9 +314,9 @@ class Books(RuleBasedStateMachine):
         self.path = Path(self.folder.name) / "ledger.jsonl"
         self.book, self.ledger = self.opened(None), Ledger(self.path)
         self.step = 0
-        self.saved: tuple[int, QueueSnapshot, LedgerMark] | None = None
+        self.saved: tuple[int, BookSnapshot, LedgerMark] | None = None
 
-    def opened(self, snapshot: QueueSnapshot | None) -> GroupBook:
+    def opened(self, snapshot: BookSnapshot | None) -> GroupBook:
         return GroupBook(groups_per_step=2, max_staleness=2, dynamic_sampling=True, snapshot=snapshot)
 
     def teardown(self) -> None:

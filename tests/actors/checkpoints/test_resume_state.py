@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from evenkeel.actors.carriers import DiscardedGroup, DiscardReason
-from evenkeel.actors.checkpoints.state import COLUMNS, Replacement, TrainingState
+from evenkeel.actors.checkpoints.state import COLUMNS, AnswerLengths, Replacement, TrainingState
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.groups.ledger import LedgerMark
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.early_warning.monitor import Monitor
 from evenkeel.correction.errors import DataError
-from evenkeel.rollout.trajectory import FailureKind, FinishReason, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
+from evenkeel.rollout.trajectory import FailureKind, FinishReason, KeptTokens, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
 from tests.test_layers import ROOT, imports
 
@@ -38,7 +38,8 @@ def state() -> TrainingState:
     monitor = Monitor()
     monitor.update(1, {"k3_kl": 1e-3})
     replacement = Replacement(CorrectionConfig(), CorrectionConfig.model_validate({"preset": "icepop"}))
-    return TrainingState(1, 1, 12.5, snapshot_of(book), {"groups/refilled_total": 3.0}, monitor.state_dict(), replacement)
+    lengths = AnswerLengths((250.5, 300.0), 2, 0.5)
+    return TrainingState(1, 1, 12.5, snapshot_of(book), {"groups/refilled_total": 3.0}, monitor.state_dict(), replacement, lengths=lengths)
 
 
 def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
@@ -46,12 +47,12 @@ def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "who may read one of its files may read all"
     loaded = TrainingState.load(tmp_path)
     assert loaded == state
-    queue = loaded.queue
-    assert (queue.admitted, queue.trained, queue.discarded) == (6, 2, 1)
-    assert [t.group_id for t in queue.in_flight] == [5] and [g.group_id for g in queue.finished] == [2, 4]
-    assert queue.unreported == (DiscardedGroup("train/0/3", DiscardReason.UNIFORM),)
-    assert queue.discarded_by_reason == {DiscardReason.UNIFORM: 1}
-    assert {type(reason) for reason in (*queue.discarded_by_reason, queue.unreported[0].reason)} == {DiscardReason}
+    book = loaded.book
+    assert (book.admitted, book.trained, book.discarded) == (6, 2, 1)
+    assert [t.group_id for t in book.in_flight] == [5] and [g.group_id for g in book.finished] == [2, 4]
+    assert book.unreported == (DiscardedGroup("train/0/3", DiscardReason.UNIFORM),)
+    assert book.discarded_by_reason == {DiscardReason.UNIFORM: 1}
+    assert {type(reason) for reason in (*book.discarded_by_reason, book.unreported[0].reason)} == {DiscardReason}
 
 
 def test_no_call_of_the_encoder_has_more_than_one_text(state: TrainingState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,53 +79,56 @@ def test_no_call_of_the_encoder_has_more_than_one_text(state: TrainingState, tmp
                 self.write(line)
 
     long = 'word "' * 3000
-    finished = [replace(one, trajectories=tuple(replace(t, text=long) for t in one.trajectories)) for one in state.queue.finished]
+    finished = [replace(one, trajectories=tuple(replace(t, text=long) for t in one.trajectories)) for one in state.book.finished]
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", lambda *of_path, **named: Recorded(*of_path, **named))
-        replace(state, queue=replace(state.queue, finished=tuple(finished))).save(tmp_path)
+        replace(state, book=replace(state.book, finished=tuple(finished))).save(tmp_path)
     assert max(map(len, pieces)) <= len(json.dumps(long)) < len("".join(pieces)) / 4
     assert "".join(pieces) == json.dumps(json.loads("".join(pieces))), "as one call would write it, and as checkpoints always had it"
-    assert TrainingState.load(tmp_path).queue.finished == tuple(finished)
+    assert TrainingState.load(tmp_path).book.finished == tuple(finished)
 
 
 def test_all_that_a_trajectory_may_have_comes_back(state: TrainingState, tmp_path: Path) -> None:
     """Bit for bit and type for type: narrow arrays, numbers that are not finite, half of a surrogate pair, no reward."""
-    (first, *others) = state.queue.finished
+    (first, *others) = state.book.finished
     answer = replace(
         first.trajectories[0],
         behavior_logprobs=logprobs_of((-0.1, float("-inf"))),
         version_spans=(VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)),
         top_logprobs=TopLogprobs(2, array("i", [1, 2, 3, 2**31 - 1]), array("f", [-0.1, -0.2, -0.3, -0.4])),
+        kept_tokens=KeptTokens.of([(7, 2**31 - 1, 0), ()]),
         routed_experts=RoutedExperts(1, 1, array("B", [0, 255])),
         text="half \ud800 and \0",
         reward=None,
         error="no",
         failure=FailureKind.REWARD_TIMEOUT,
     )
-    empty = replace(answer, response_ids=ids_of(()), behavior_logprobs=logprobs_of(()), version_spans=(), top_logprobs=None)
+    empty = replace(
+        answer, response_ids=ids_of(()), behavior_logprobs=logprobs_of(()), version_spans=(), top_logprobs=None, kept_tokens=None
+    )
     wide = replace(empty, routed_experts=RoutedExperts(1, 1, array("h", [0, 300])))
     group = replace(first, trajectories=(answer, wide))
-    changed = replace(state, queue=replace(state.queue, finished=(group, *others)), totals={"a": np.float32(0.5)})  # type: ignore[dict-item]
+    changed = replace(state, book=replace(state.book, finished=(group, *others)), totals={"a": np.float32(0.5)})  # type: ignore[dict-item]
     changed.save(tmp_path)
     loaded = TrainingState.load(tmp_path)
     assert loaded == replace(changed, totals={"a": 0.5})
-    assert [t.routed_experts.ids.typecode for t in loaded.queue.finished[0].trajectories if t.routed_experts] == ["B", "h"]
-    assert type(loaded.queue.finished[0].trajectories[0].finish_reason) is FinishReason
-    assert type(loaded.queue.finished[0].trajectories[0].failure) is FailureKind
+    assert [t.routed_experts.ids.typecode for t in loaded.book.finished[0].trajectories if t.routed_experts] == ["B", "h"]
+    assert type(loaded.book.finished[0].trajectories[0].finish_reason) is FinishReason
+    assert type(loaded.book.finished[0].trajectories[0].failure) is FailureKind
 
 
 def test_a_state_without_kinds_of_failures_is_read(state: TrainingState, tmp_path: Path) -> None:
     """Earlier versions kept only the message; such a trajectory is as failed as before."""
-    (first, *others) = state.queue.finished
+    (first, *others) = state.book.finished
     failed = replace(first.trajectories[0], reward=None, error="no")
-    state = replace(state, queue=replace(state.queue, finished=(replace(first, trajectories=(failed,)), *others)))
+    state = replace(state, book=replace(state.book, finished=(replace(first, trajectories=(failed,)), *others)))
     state.save(tmp_path)
     path = tmp_path / "controller.json"
     text, taken_out = re.subn(r'"failure": null,? ?', "", path.read_text())
     path.write_text(text.replace(", }", "}"))
     loaded = TrainingState.load(tmp_path)
     assert taken_out and loaded == state
-    assert loaded.queue.finished[0].failures == ((FailureKind.REWARD, "no"),)
+    assert loaded.book.finished[0].failures == ((FailureKind.REWARD, "no"),)
 
 
 def test_prompts_are_the_tasks_again(state: TrainingState, tmp_path: Path) -> None:
@@ -132,24 +136,24 @@ def test_prompts_are_the_tasks_again(state: TrainingState, tmp_path: Path) -> No
     with_metadata = {n: replace(prompt(n), metadata={"made": (n, {1: object})}) for n in range(6)}
     state.with_prompts_of(with_metadata.__getitem__).save(tmp_path)
     loaded = TrainingState.load(tmp_path)
-    assert {ticket.prompt.prompt_id: ticket.prompt.metadata for ticket in loaded.queue.in_flight} == {"train/0/5": {}}
+    assert {ticket.prompt.prompt_id: ticket.prompt.metadata for ticket in loaded.book.in_flight} == {"train/0/5": {}}
     whole = loaded.with_prompts_of(with_metadata.__getitem__)
-    assert whole.queue.in_flight[0].prompt is with_metadata[5] and whole.queue.finished[0].prompt is with_metadata[2]
+    assert whole.book.in_flight[0].prompt is with_metadata[5] and whole.book.finished[0].prompt is with_metadata[2]
     with pytest.raises(DataError, match=r"its question 4 is train/0/4 'another', but the run asked train/0/4 'question 4' there"):
         loaded.with_prompts_of(lambda n: replace(prompt(n), text="another" if n == 4 else prompt(n).text))
 
 
 @pytest.mark.parametrize(("field", "ids"), [("in_flight", "train/0/2, train/0/4"), ("finished", "train/0/5")])
 def test_lost_groups_are_refused(state: TrainingState, tmp_path: Path, field: str, ids: str) -> None:
-    replace(state, queue=replace(state.queue, **{field: ()})).save(tmp_path)
+    replace(state, book=replace(state.book, **{field: ()})).save(tmp_path)
     said = rf"lost or doubled prompts: 6 groups admitted, but 2 trained, 1 discarded and \d under way \({ids}\)"
     with pytest.raises(DataError, match=said):
         TrainingState.load(tmp_path)
 
 
 def test_a_doubled_group_is_named(state: TrainingState, tmp_path: Path) -> None:
-    queue = state.queue
-    replace(state, queue=replace(queue, in_flight=(queue.in_flight[0],) * 2, finished=queue.finished[:1])).save(tmp_path)
+    book = state.book
+    replace(state, book=replace(book, in_flight=(book.in_flight[0],) * 2, finished=book.finished[:1])).save(tmp_path)
     with pytest.raises(DataError, match="twice among the prompts under way: train/0/5"):
         TrainingState.load(tmp_path)
 

@@ -1,4 +1,7 @@
-"""One GPU, which Ray counts and nobody has, for a rank of the learner and a rollout worker: each gets the share that the run sets."""
+"""One GPU, which Ray counts and nobody has, for a rank of the learner and a rollout worker: each gets the share that the run sets.
+
+The fast suite has what is asked of Ray (test_placement_request.py) and what each says (tests/actors/settings/test_devices.py).
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     leave_ray()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here, so that nothing is to be refused")
 @pytest.mark.skipif(os.environ.get("CUDA_VISIBLE_DEVICES") == "", reason="Ray counts no GPUs while all are hidden")
 def test_a_rank_and_a_worker_share_one_gpu_and_each_looks_whether_it_has_it(one_gpu: None) -> None:
@@ -46,7 +50,7 @@ def test_a_rank_and_a_worker_share_one_gpu_and_each_looks_whether_it_has_it(one_
     config = with_devices(load_config(RunConfig, RECIPE, SHARES), has_gpu=True)
     places = asyncio.run(reserve(config))
     rank = sequential_actor(LearnerRankActor).options(**places.options(0)).remote(config.learner, 0, bind="127.0.0.1")
-    worker = workers.create("7", worker_settings(config, Path("none"), prompt(0))).actor
+    worker = workers.create("7", worker_settings(config, Path("none"), [prompt(0)])).actor
     ray.get([rank.__ray_ready__.remote(), worker.__ray_ready__.remote()], timeout=PLACED_S)
     starts = {"learner rank 0": rank.start.remote(1, ("127.0.0.1", 1), Path("none"), 0), "rollout worker 7": worker.start.remote(0)}
     for role, start in starts.items():

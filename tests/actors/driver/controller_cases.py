@@ -40,6 +40,8 @@ class EventsRecorder:
 
     def trained(self, *_: Any) -> None: ...
 
+    def did(self, *_: Any) -> None: ...
+
     def end_step(self, *_: Any) -> None: ...
 
     def stop_waiting(self) -> None: ...
@@ -56,7 +58,7 @@ class EventsRecorder:
 def source(run: Controller, service: Any) -> BatchSource:
     """With a ledger without a line."""
     ledger: Any = SimpleNamespace(flush=lambda *_: LedgerMark(), compare=lambda _: None, hand_out=lambda _: None)
-    recorder: Any = SimpleNamespace(event=run._recorder.event, waiting=lambda _: None)
+    recorder: Any = SimpleNamespace(event=run._recorder.event, waiting=lambda _: None, did=lambda _: None)
     made = BatchSource(run._config, run._point, ledger, recorder)
     made.service = service
     return made
@@ -101,7 +103,7 @@ def controller(recorder: EventsRecorder) -> Controller:
     run._held_out = prompts(0, 4)
     run._pool, run._sync = SilentPool(), Receipts()  # type: ignore[assignment]
     settings = config.evaluation, config.deadlines, SilentPool(), run._held_out, recorder
-    run._evaluations = Evaluations(*settings, steps=config.steps)  # type: ignore[arg-type]
+    run._evaluations = Evaluations(*settings, steps=config.steps, correct_at=config.correct_at)  # type: ignore[arg-type]
     return run
 
 

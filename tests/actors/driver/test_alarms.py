@@ -1,4 +1,5 @@
-"""What alarms set off: at most one replacement, remembered over a resume; a stop each time; and the controller that does it."""
+"""What alarms set off: at most one replacement, remembered over a resume; a stop each time; and the controller that does it. And what the
+learning rate does when answers grow long."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from unittest import mock
 
 import pytest
 
-from evenkeel.actors.checkpoints.state import Replacement
+from evenkeel.actors.carriers import PreparedBatch
+from evenkeel.actors.checkpoints.state import AnswerLengths, Replacement
 from evenkeel.actors.config import RunConfig
-from evenkeel.actors.driver.alarms import AlarmResponse
+from evenkeel.actors.driver.alarms import AlarmResponse, after_batch
 from evenkeel.actors.driver.controller import Controller
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.early_warning.monitor import Event, State
@@ -108,6 +110,39 @@ def test_narrower_bounds_are_no_answer_to_rejection() -> None:
     assert response.correction.importance.upper == pytest.approx(2**0.5)  # tis-token: at most 2
 
 
+DECAY = (
+    "monitor.thresholds.skip_steps=1",
+    "monitor.thresholds.baseline_steps=8",
+    "monitor.length_decay.above=2",
+    "monitor.length_decay.steps=3",
+    "monitor.length_decay.factor=0.5",
+    "monitor.length_decay.least=0.2",
+)
+
+
+def test_the_rate_falls_each_time_that_answers_have_been_long_for_so_many_batches() -> None:
+    """The level is 10: the first batch is left out, and of the next eight it is the median, however long one is. 20 is not above twice
+    that. What has been two long batches in a row is none after a usual one."""
+    first = [500.0, *[10.0] * 7, 900.0]
+    then = [20.1, 20.1, 20.0, 20.1, 20.1, 20.1, *[30.0] * 3, *[30.0] * 3, *[30.0] * 6]
+    monitor, lengths, scales, told = config(*DECAY).monitor, AnswerLengths(), [], []
+    for length in first + then:
+        lengths, said = after_batch(lengths, length, monitor)
+        scales.append(lengths.rate_scale)
+        told += [said] * bool(said)
+    assert scales == [1.0] * (9 + 5) + [0.5] * 3 + [0.25] * 3 + [0.2] * 7
+    assert told[0] == (
+        "answers grow long: 20 tokens on average, and in 3 batches in a row more than 2 times the level of the start, 10; the learning "
+        "rate is 0.5 of its schedule's from the next step on"
+    )
+    assert len(told) == 3, "what has reached its least says no more"
+    assert lengths.first == tuple(first), "a checkpoint holds no more than the level takes"
+
+
+def test_without_the_setting_nothing_is_followed() -> None:
+    assert after_batch(AnswerLengths(), 1e9, config().monitor) == (AnswerLengths(), "")
+
+
 MONITOR: dict[str, Any] = {"series": {}, "states": {}}
 
 
@@ -133,6 +168,8 @@ class ToldRecorder:
         self.told.append(f"{level}: {text}" + (f" ({kind})" if kind else ""))
 
     def stop_waiting(self) -> None: ...
+
+    def did(self, *_: Any) -> None: ...
 
     def waiting(self, notice: Any) -> None: ...
 
@@ -166,6 +203,46 @@ def test_the_controller_ends_the_run_unless_it_is_over_anyway() -> None:
     assert not last._ends_early and not any("ends with a checkpoint" in line for line in recorder.told)
 
 
+def of_lengths(*tokens: int) -> PreparedBatch:
+    """A batch of answers so long, that is trained on in the next step."""
+    answers = [SimpleNamespace(response_tokens=count) for count in tokens]
+    return SimpleNamespace(groups=[SimpleNamespace(valid=answers)], corrected=None, correction=None, version=10)  # type: ignore[return-value]
+
+
+def test_the_controller_trains_with_the_rate_to_which_long_answers_have_brought_it_before_and_after_a_resume() -> None:
+    """The batch that is the third long one is trained as the two before; the next one, and the first one of a resume, with half."""
+    scales, noted = [], []
+
+    async def step(*_: Any, step: int, rate_scale: float) -> None:
+        scales.append(rate_scale)
+
+    def trained(one: Any, *batches: PreparedBatch) -> AnswerLengths:
+        one._learner = SimpleNamespace(step=step)
+        one._recorder.note, one._recorder.doing = noted.append, lambda _: None
+        for batch in batches:
+            asyncio.run(one._learn(batch))
+            one._follow_lengths(batch)
+        return one._lengths  # type: ignore[no-any-return]
+
+    one, _, recorder = controller(*DECAY)
+    one._lengths = AnswerLengths(first=(10.0,) * 9)
+    saved = trained(one, *[of_lengths(10, 40)] * 4)
+    assert scales == [1.0, 1.0, 1.0, 0.5] and [line for line in recorder.told if "the learning rate is 0.5" in line]
+    assert noted == [{"monitor/rate_scale": scale} for scale in scales]
+    one._source.saved = mock.AsyncMock(return_value=(None, None))
+    one._by_disk, one._task = mock.AsyncMock(), SimpleNamespace(fingerprint="", state={})
+    one._recorder.disk, one._recorder.totals = SimpleNamespace(result=lambda _: None), dict
+    assert asyncio.run(one._training_state()).lengths == saved
+    empty: dict[str, Any] = {"step": 41, "weight_version": 41, "elapsed_s": 0.0, "totals": {}, "book": None, "monitor": None}
+    state: Any = (None, SimpleNamespace(**empty, replacement=None, lengths=saved))
+    resumed: Any = Controller(config(*DECAY), None, None, ToldRecorder(), resume_from=state)  # type: ignore[arg-type]
+    trained(resumed, *[of_lengths(10, 40)] * 3)
+    assert scales[4:] == [0.5, 0.5, 0.25]
+    off: Any = Controller(config(), None, None, ToldRecorder(), resume_from=state)  # type: ignore[arg-type]
+    trained(off, of_lengths(10, 40))
+    assert scales[7:] == [1.0], "monitor.length_decay is null now: the schedule's own rate"
+
+
 def test_a_resumed_controller_goes_on_with_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config(*SWITCH)
     replaced = settings.monitor.after_alarm(settings.correction)
@@ -177,9 +254,10 @@ def test_a_resumed_controller_goes_on_with_the_replacement(monkeypatch: pytest.M
             weight_version=41,
             elapsed_s=0.0,
             totals={},
-            queue=None,
+            book=None,
             monitor=None,
             replacement=Replacement(settings.correction, replaced),
+            lengths=AnswerLengths(),
         ),
     )
     one: Any = Controller(settings, None, None, ToldRecorder(), resume_from=saved)  # type: ignore[arg-type]
@@ -199,7 +277,7 @@ def test_the_controller_says_the_notes_of_the_start_at_their_levels(monkeypatch:
     one._held_out, one._pool, one._places = [mock.Mock()], mock.Mock(), None
     one._source = mock.Mock(parts={}, fill=mock.AsyncMock())
     monkeypatch.setattr("evenkeel.actors.driver.controller.still_there", mock.AsyncMock())
-    monkeypatch.setattr("evenkeel.actors.driver.controller.start_learner", mock.AsyncMock(return_value=(None, [])))
+    monkeypatch.setattr("evenkeel.actors.driver.controller.start_learner", mock.AsyncMock(return_value=(mock.Mock(), [])))
     monkeypatch.setattr("evenkeel.actors.driver.controller.make_sync", mock.Mock(side_effect=InterruptedError("that was the notes' time")))
     with pytest.raises(InterruptedError):
         asyncio.run(one._start_parts())

@@ -234,6 +234,8 @@ def test_a_step_s_line_says_what_the_ways_of_its_groups_took(tmp_path: Path) -> 
 
         def waiting(self, *_: Any) -> None: ...
 
+        def did(self, *_: Any) -> None: ...
+
     recorder: Any = Numbers()
 
     async def scenario() -> None:

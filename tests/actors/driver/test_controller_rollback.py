@@ -19,7 +19,7 @@ from evenkeel.actors.driver.controller import Controller
 from evenkeel.actors.driver.parts import StartingPoint
 from evenkeel.actors.driver.recovery import Lost, Rollbacks
 from evenkeel.actors.groups.ledger import Ledger
-from evenkeel.actors.groups.snapshot import QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookSnapshot
 from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.correction.errors import ActorLost, DataError, DeadlineExceeded
@@ -40,8 +40,9 @@ def rolled_back_to(step: int, monkeypatch: pytest.MonkeyPatch) -> Controller:
     """A run whose newest checkpoint is of that step; nothing of it is in Ray."""
     run = controller(RollbackRecorder())
     monkeypatch.setattr("evenkeel.actors.driver.batches.open_ledger", lambda *_: SimpleNamespace(compare=lambda _: None))
-    queue = QueueSnapshot(step, 2 * step, 2 * step, 0, (), ())
-    state = SimpleNamespace(step=step, weight_version=step, totals={}, replacement=None, elapsed_s=0.0, queue=queue, monitor={})
+    book = BookSnapshot(step, 2 * step, 2 * step, 0, (), ())
+    none: dict[str, Any] = {"replacement": None, "lengths": None, "mixture": None}
+    state = SimpleNamespace(step=step, weight_version=step, totals={}, elapsed_s=0.0, book=book, monitor={}, **none)
     point = StartingPoint(Path("model"), SimpleNamespace(), state)  # type: ignore[arg-type]
 
     async def finds(*_: Any) -> Any:

@@ -39,7 +39,7 @@ class Service:
 async def run_with_groups(recorder: EventsRecorder) -> Controller:
     """At a step's end: three groups are finished, of which one lies on a node that doesn't answer; a fourth is being sampled."""
     run = controller(recorder)
-    run._source, run._task = source(run, FakeActor(Service())), SimpleNamespace(fingerprint="0f")  # type: ignore[assignment]
+    run._source, run._task = source(run, FakeActor(Service())), SimpleNamespace(fingerprint="0f", state={})  # type: ignore[assignment]
     run._source.monitor, book = KNOWN, run._source.book
     finished = [group(ticket) for ticket in book.admit(prompts(0, 4), now=0.0)][:3]
     for one in (*stored(*finished[:2]), StoredGroup(finished[2].facts, OnADeadNode())):
@@ -64,9 +64,9 @@ def test_sigterm_leaves_tokens_seconds_and_asks_no_service(comes_at: float) -> N
             run._shutdown._take(signal.SIGTERM, main)
         state = await run._training_state()
         assert comes_at + _LAST_TOKENS_S <= loop.time() <= comes_at + _LAST_TOKENS_S + 1.0
-        assert [one.group_id for one in state.queue.finished] == [0, 1]
-        assert [ticket.group_id for ticket in state.queue.in_flight] == [2, 3], "a resume samples it again"
-        assert imbalance_of(state.queue, None) is None
+        assert [one.group_id for one in state.book.finished] == [0, 1]
+        assert [ticket.group_id for ticket in state.book.in_flight] == [2, 3], "a resume samples it again"
+        assert imbalance_of(state.book, None) is None
         assert state.monitor == KNOWN
         said = "the tokens of 1 finished group can't be read: the checkpoint has their prompts, to be sampled again"
         assert recorder.events.count(said) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evenkeel.actors.carriers import Ticket
-from evenkeel.actors.driver.controller import EmptySteps
+from evenkeel.actors.driver.no_learning import EmptySteps
 from evenkeel.correction.errors import DataError
 from evenkeel.rollout.trajectory import FinishReason
 from tests.actors.cases import group, prompt

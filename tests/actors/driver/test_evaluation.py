@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from evenkeel.actors.config import EvaluationConfig
 from evenkeel.actors.driver.evaluation import evaluate
 from evenkeel.actors.metrics.held_out import Evaluation
-from evenkeel.actors.metrics.step_metrics import StepMetrics
+from evenkeel.actors.metrics.step_metrics import StepMetrics, accuracies_of_tasks
 from evenkeel.rollout.config import AnswerSampling
 from evenkeel.rollout.trajectory import Prompt, Trajectory
 from tests.actors.cases import prompts, trajectory
@@ -34,7 +35,7 @@ class Answers:
 def evaluated(rewards: Sequence[float | None], samples: int = 1) -> Evaluation:
     asked = prompts(0, len(rewards) // samples)
     how = AnswerSampling(samples=samples, temperature=0.7)
-    return asyncio.run(evaluate(Answers(rewards), asked, how, step=7, correct_at=1.0))
+    return asyncio.run(evaluate(Answers(rewards), asked, how, step=7, correct_at={"": 1.0}))
 
 
 def test_answers_without_a_score_are_counted_and_left_out_of_the_accuracy() -> None:
@@ -117,3 +118,21 @@ def test_the_words_for_how_it_was_sampled() -> None:
     assert EvaluationConfig().description == "greedy"
     assert EvaluationConfig(samples=8, temperature=0.7, top_p=0.95).description == "8 answers each, sampled at temperature 0.7, top-p 0.95"
     assert EvaluationConfig(temperature=1.0).description == "sampled at temperature 1"
+
+
+def test_each_of_several_tasks_has_its_own_accuracy() -> None:
+    """Of 6 words 3 are right, of 4 sums 1, whose right answers get 0.5: the whole has 4 of 10, and each task the interval of its own
+    questions."""
+    asked = [replace(one, prompt_id=f"{task}/{one.prompt_id}") for task, count in (("words", 6), ("sums", 4)) for one in prompts(0, count)]
+    rewards = [1.0, 0.5] * 3 + [0.0, 0.5, 0.0, None]
+    result = asyncio.run(evaluate(Answers(rewards), asked, AnswerSampling(), step=7, correct_at={"words": 1.0, "sums": 0.5}))
+    numbers = StepMetrics(7, result.metrics())
+    assert (result.accuracy, result.by_task["words"].accuracy, result.by_task["sums"].accuracy) == (
+        wilson(4, 9),
+        wilson(3, 6),
+        wilson(1, 3),
+    )
+    assert accuracies_of_tasks(numbers)["sums"] == (1 / 3, wilson(1, 3).low, wilson(1, 3).high)
+    assert numbers["held_out/task_reward/words"] == 0.75
+    assert str(result).endswith(f"; words: {wilson(3, 6)}; sums: {wilson(1, 3)}, 1 answer could not be scored")
+    assert evaluated([1.0, 0.0]).by_task == {}, "one task is the whole"

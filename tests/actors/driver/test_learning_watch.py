@@ -124,6 +124,6 @@ def test_a_run_whose_first_evaluation_scores_nothing_does_not_train(
             made = zip(asked, rewards, failed, strict=True)
             return [(replace(trajectory(one, reward=reward), failure=failure),) for one, reward, failure in made]
 
-    first = asyncio.run(evaluate(Answers(), prompts(0, 2), AnswerSampling(), step=0, correct_at=1.0))
+    first = asyncio.run(evaluate(Answers(), prompts(0, 2), AnswerSampling(), step=0, correct_at={"": 1.0}))
     with pytest.raises(DataError, match="none of 2 held-out answers before training got a score") if is_refused else nullcontext():
         refuse_unscored(first)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,16 @@ def test_each_cause_is_named_once_with_samples_and_the_setting_to_change(
     assert said.startswith(cause.sentence.partition("{")[0]) and remedy in said
     assert said.count("question 'spell") == min(2, len(samples)) and repr(samples[-1].text) in said
     assert f"reward {samples[-1].reward:g}" in said if samples[-1].reward is not None else "no score (the reward raised" in said
+
+
+def test_an_answer_is_right_by_its_own_task() -> None:
+    """A reward of 0.9 is right in one of two tasks: nothing is wrong with a run whose best answers get it, unless they are the other's."""
+    task = "{name: %s, task: {dataset: spell_backward}, reward: {kind: reasoning_gym}, correct_at: %s}"
+    tasks = f"[{task % ('a', 0.9)}, {task % ('b', 1.0)}]"
+    for name, said in (("a", 0), ("b", 1)):
+        judge = watch(**{"rollout.task": "null", "rollout.reward": "null", "rollout.tasks": tasks})
+        facts = (replace(group(i, one), prompt_id=f"{name}/train/0/{i}") for i, one in enumerate(steady((0.9, False), (0.0, False))))
+        assert len([told for one in facts if judge.finished(one) and (told := judge.said([WRONG, sample(reward=0.9)]))]) == said
 
 
 def test_every_cause_is_planted() -> None:

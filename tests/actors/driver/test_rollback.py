@@ -136,6 +136,10 @@ def test_a_rank_that_goes_back_counts_its_calls_from_there() -> None:
     rank.keep_weights(10, 1, 0)
     with pytest.raises(EngineError, match="came as collective call 12, but 11 is the next"):
         rank.keep_weights(12, 1, 0)
+    rank.forget_weights(11, 1)
+    assert rank._kept.versions == (1,)
+    rank.forget_weights(12, 2)
+    assert rank._kept.versions == ()
 
 
 def test_a_group_that_can_never_be_read_takes_the_run_back_and_ends_it_the_fourth_time() -> None:
@@ -236,9 +240,9 @@ class StubbornSampler:
 
     def __init__(self, *, is_stubborn: bool = False) -> None:
         self.finish, self.aborted, self._is_stubborn = asyncio.Event(), 0, is_stubborn
-        self.engine = SimpleNamespace(requests_in_flight=0)
+        self.engine = SimpleNamespace(requests_in_flight=0, metrics=None)
 
-    async def group(self, prompt: Any, *, group_id: int, admitted_version: int, topk: int, begun: None = None) -> Group:
+    async def group(self, prompt: Any, *, group_id: int, admitted_version: int, **_: Any) -> Group:
         try:
             await self.finish.wait()
         except asyncio.CancelledError:

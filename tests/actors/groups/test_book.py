@@ -53,7 +53,7 @@ class BookLife(RuleBasedStateMachine):
         ticket = self.sampling.pop(data.draw(st.integers(0, len(self.sampling) - 1)))
         rewards = data.draw(st.sampled_from([(1.0, 0.0)] * 4 + [(1.0, 1.0)]))
         assert self.book.waits(ticket.group_id)
-        self.book.hand_out(ticket.group_id, "worker", now=0.0)
+        self.book.begin(ticket.group_id, now=0.0)
         found = self.book.finish(at_hand(group(ticket, rewards=rewards)), now=0.0)
         assert found is not None and (found.reason is None) == (rewards == (1.0, 0.0))
         before = self.book.counts()

@@ -65,7 +65,7 @@ def operations(held: int) -> int:
     for ticket in others[::2]:
         put(book, ticket)
     work.add_groups(others[1::2])
-    taker = SimpleNamespace(groups=set(), questions=0)
+    taker = SimpleNamespace(groups=set(), in_slots=set(), questions=0)
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -73,9 +73,10 @@ def operations(held: int) -> int:
         work.add_groups(tickets)
         for _ in range(64):
             taker.groups.clear()
+            taker.in_slots.clear()
             assert len(list(work.take(book, [taker], [taker]))) == 10
         for ticket in tickets:
-            book.hand_out(ticket.group_id, "0", now=0.0)
+            book.begin(ticket.group_id, now=0.0)
             put(book, ticket)
             (drawn,) = book.draw(0, 1)
             book.lose([drawn.group_id])

@@ -50,16 +50,16 @@ def test_the_book_times_groups_and_a_lost_one_by_its_second_arrival() -> None:
     book = GroupBook(groups_per_step=2, max_staleness=0)
     first, second = book.admit(prompts(0, 2), now=90.0)
     for ticket in (first, second):
-        book.hand_out(ticket.group_id, "0", now=99.9)
+        book.begin(ticket.group_id, now=99.9)
         book.finish(at_hand(group(ticket)), now=100.0)
     book.draw(0, 2)
     book.lose([1])
-    book.hand_out(1, "1", now=120.0)
+    book.begin(1, now=120.0)
     book.finish(at_hand(group(second)), now=130.0)
     book.draw(0, 1)
     book.delays.asked(101.0)
-    assert book.finished_at([0, 1]) == [100.0, 130.0]
-    book.delays.given(book.finished_at([0, 1]), 131.0)
+    assert book.finished_at([0, 1]) == {0: 100.0, 1: 130.0}
+    book.delays.given(book.finished_at([0, 1]).values(), 131.0)
     spent_s = group(first).facts.generate_s + group(first).facts.reward_s
     assert book.delays.read() == {CALL: pytest.approx((0.1 + 0.1 + 10.0) / 3 - spent_s), HANDOVER: 1.0}
     book.settle(1, 1, [0, 1], now=131.0)

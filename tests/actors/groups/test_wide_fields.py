@@ -33,6 +33,7 @@ from evenkeel.learner.learner_rank import LearnerRank
 from evenkeel.learner.model.inputs import find_shared_prefixes
 from evenkeel.learner.results import SkipReason
 from tests.actors.ranks.test_learner_rank_answers import Silent
+from tests.learner.kept_cases import with_kept_sets
 from tests.learner.learner_cases import TIS, grouped_batch, run_ranks, save_model, weights
 from tests.learner.moe_cases import EXPERTS, random_routes, save_moe
 from tests.learner.test_learner_ranks import TOPK, topk_batch
@@ -52,12 +53,15 @@ def apart_from(batch: PackedBatch, store: dict[str, Any]) -> PackedBatch:
             routed_experts=None if routes is None else routes[tokens][:-1],
             topk_ids=None if topk is None else topk[tokens][mask].int(),
             topk_logprobs=None if batch.topk_logprobs is None else batch.topk_logprobs[tokens][mask],
+            kept_counts=None if batch.kept_counts is None else batch.kept_counts[tokens][mask],
+            kept_ids=batch.select([i]).kept_ids,
         )
         held = store.setdefault(f"group {of_group}", [])
         keys = None if own.routed_experts is None else route_keys(own.routed_experts[: int(mask.nonzero()[0])])
         places.append(WidePlace(((f"group {of_group}", len(held)),), keys))
         held.append(own)
-    return replace(batch, routed_experts=None, topk_ids=None, topk_logprobs=None, wide=tuple(places))
+    nothing = dict.fromkeys(("routed_experts", "topk_ids", "topk_logprobs", "kept_counts", "kept_ids"))
+    return replace(batch, **nothing, wide=tuple(places))
 
 
 class Store:
@@ -93,8 +97,8 @@ def rank_of(learner: LearnerRank) -> LearnerRankActor:
 
 
 def routed_batch() -> PackedBatch:
-    """Each group's third prompt was routed otherwise from its sixth token on: who reads what depends on the experts."""
-    batch = grouped_batch(EIGHT)
+    """Each group's third prompt was routed otherwise from its sixth token on: who reads what depends on the experts. With kept sets."""
+    batch = with_kept_sets(grouped_batch(EIGHT))
     batch = replace(batch, behavior_logprobs=torch.where(batch.loss_mask, -4.5, 0.0))
     routes = random_routes(batch)
     for i in range(2, batch.num_sequences, 4):
@@ -148,7 +152,8 @@ def both_ways(rank: int, ranks: int, port: int, folder: Path, replay: str) -> di
                 corrected = replace(corrected, batch=replace(corrected.batch, wide=places.pop()))
             assert actor.fetch(corrected, TIS, 3, 60.0, everything=False) == {}
             read.append(store.read - read[0])
-            return actor.step(2, corrected, TIS, 3)
+            stepped, values = actor.step(2, corrected, TIS, 3, 1.0)
+            return stepped.result, values
 
         places: list[Any] = []
 
@@ -164,10 +169,13 @@ def both_ways(rank: int, ranks: int, port: int, folder: Path, replay: str) -> di
         differ += [] if numbers.metrics == whole[1].metrics and numbers.routing_agreement == whole[1].routing_agreement else ["metrics"]
         lost = {}
         if replay == "rollout":
+            learner.load_reference(folder)
+            assert actor.fetch(light, None, 3, 60.0, everything=False) == {}
+            differ += [] if torch.equal(actor.reference_logprobs(3, light, 1)[1], learner.reference_logprobs(batch)) else ["reference"]
             actor._kept.keep(0, oldest=0)
             expected = actor._kept.at_sampling(batch, oldest=0), learner.logprobs(batch)
             assert actor.fetch(light, None, 3, 60.0, everything=True) == {}
-            again = actor.at_sampling(3, light, 1, 0)[1]
+            again = actor.at_sampling(4, light, 1, 0, True)[1]
             torch.testing.assert_close((again.at_sampling, again.now), expected, rtol=0, atol=0, equal_nan=True)
             del store.held["group 5"]
             lost = {name: actor.fetch(light, None, 3, 60.0, everything=name == "everything") for name in ("lost", "everything")}
@@ -191,18 +199,18 @@ def test_two_ranks_read_half_each_and_compute_what_they_would_with_all(tmp_path:
         assert sorted((one["lost"] for one in found), key=len) == [{}, gone] and [one["everything"] for one in found] == [gone, gone]
 
 
-def test_top_k_logprobs_are_read_apart_and_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_k_logprobs_and_kept_sets_are_read_apart_and_train_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, store = save_model(tmp_path / "m", tie=False), Store(monkeypatch)
     learner = LearnerRank(LearnerConfig(tokens_per_microbatch=150))
     try:
         learner.load(folder)
-        batch = replace(topk_batch(learner), advantages_by="own")
+        batch = replace(with_kept_sets(topk_batch(learner)), advantages_by="own")
         whole = learner.step(correct(batch, TOPK), TOPK, step=0), weights(learner)
         learner.load(folder)
         actor, corrected = rank_of(learner), correct(apart_from(batch, store.held), TOPK)
         assert actor.fetch(corrected, TOPK, 0, 60.0, everything=False) == {}
-        numbers, values = actor.step(1, corrected, TOPK, 0)
-        after = weights(learner)
+        stepped, values = actor.step(1, corrected, TOPK, 0, 1.0)
+        numbers, after = stepped.result, weights(learner)
     finally:
         learner.close()
     assert numbers is not None and numbers.metrics == whole[0].metrics and numbers.metrics["clip_share"] > 0.02

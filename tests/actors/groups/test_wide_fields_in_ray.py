@@ -99,7 +99,7 @@ class Run:
             monitor=EarlyWarningConfig(detailed=False),
         )
         service = on_drivers_node(CorrectionService, max_concurrency=64, environment=OF_BATCHES)
-        recorder: Any = SimpleNamespace(event=lambda *_: None, waiting=lambda _: None)
+        recorder: Any = SimpleNamespace(event=lambda *_: None, waiting=lambda _: None, did=lambda _: None)
         self.source = BatchSource(settings, StartingPoint(Path("none")), None, recorder)  # type: ignore[arg-type]
         self.book = self.source.book
         self.service = self.source.service = service.remote(settings)

@@ -33,7 +33,7 @@ from evenkeel.learner.config import LearnerConfig
 from evenkeel.rollout import wide_fields
 from evenkeel.rollout.config import TrainOverlong
 from evenkeel.rollout.packing import pack_groups
-from evenkeel.rollout.trajectory import Group, RoutedExperts, TopLogprobs
+from evenkeel.rollout.trajectory import Group, KeptTokens, RoutedExperts, TopLogprobs
 from evenkeel.rollout.wide_fields import join_wide_fields, split_wide_fields
 from tests.actors.cases import FakeActor, OpenBook, group, prompt, prompts, trajectory
 from tests.actors.groups.test_wide_fields import differences
@@ -46,14 +46,16 @@ from tests.learner.moe_cases import TOPK as TOPK_EXPERTS
 
 
 def wide_group(ticket: Ticket) -> Group:
-    """Two answers, each token with two likely ones and two experts in one layer."""
+    """Two answers, each token with two likely ones, a kept set of none, one, two or three, and two experts in one layer."""
     whole = answered(ticket)
     answers = []
     for one in whole.trajectories:
         n = len(one.response_ids)
         routes = array("B", [x % 250 for t in range(len(one.prompt_ids) + n - 1) for x in (ticket.group_id, t)])
         rows = [[(-1.0 - t, t), (-2.0 - t, ticket.group_id)] for t in range(n)]
-        answers.append(replace(one, top_logprobs=TopLogprobs.of(2, rows), routed_experts=RoutedExperts(1, 2, routes)))
+        sets = KeptTokens.of([[token, *range(60, 63)][: t % 4] for t, token in enumerate(one.response_ids)])
+        wide = {"top_logprobs": TopLogprobs.of(2, rows), "kept_tokens": sets, "routed_experts": RoutedExperts(1, 2, routes)}
+        answers.append(replace(one, **wide))  # type: ignore[arg-type]
     return replace(whole, trajectories=tuple(answers))
 
 
@@ -73,7 +75,12 @@ def tickets(count: int) -> list[Ticket]:
 
 
 def packed(groups: list[Group], **options: Any) -> PackedBatch:
-    own: dict[str, Any] = {"learner_version": 0, "advantage": lambda rewards, ids: rewards, "overlong": TrainOverlong(), "max_tokens": 99}
+    own: dict[str, Any] = {
+        "learner_version": 0,
+        "advantage": lambda rewards, ids: rewards,
+        "overlong": TrainOverlong(),
+        "max_tokens": {"": 99},
+    }
     return pack_groups(groups, **own, **options).batch
 
 
@@ -84,8 +91,12 @@ def test_a_group_that_was_taken_apart_packs_to_the_same_batch_and_can_be_put_tog
     whole, pairs = packed(groups), [split_wide_fields(one) for one in groups]
     held = {one.group_id: found for one, found in pickle.loads(pickle.dumps(pairs))}
     light = packed([one for one, _ in pairs], wide_of=held)
-    assert light.routed_experts is None and light.topk_ids is None and light.has_routes
+    assert light.routed_experts is None and light.topk_ids is None and light.kept_ids is None and light.has_routes
     assert differences(whole, light.with_wide_fields()) == [] and whole.topk_ids is not None and whole.routed_experts is not None
+    sets = [one.kept_tokens for of_group in groups for one in of_group.valid if one.kept_tokens is not None]
+    assert whole.kept_counts is not None and whole.kept_ids is not None
+    assert whole.kept_counts[whole.loss_mask].tolist() == [count for one in sets for count in one.counts]
+    assert whole.kept_ids.tolist() == [token for one in sets for token in one.ids] and int(whole.kept_counts[~whole.loss_mask].sum()) == 0
     assert [join_wide_fields(*pair) for pair in pairs] == groups
     with pytest.raises(Exception, match="group 2 has no wide fields"):
         packed([one for one, _ in pairs], wide_of={0: held[0], 1: held[1]})
@@ -110,7 +121,7 @@ def test_a_worker_takes_large_groups_apart_alone() -> None:
 class WideSampler:
     """Of the groups that it samples all but number 0 have wide fields."""
 
-    engine = SimpleNamespace(requests_in_flight=0)
+    engine = SimpleNamespace(requests_in_flight=0, metrics=None)
 
     async def group(self, prompt: Any, *, group_id: int, admitted_version: int, **_: Any) -> Group:
         ticket = Ticket(group_id, prompt, admitted_version)

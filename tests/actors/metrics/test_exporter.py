@@ -9,7 +9,6 @@ import json
 import socket
 import struct
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,20 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from evenkeel.actors.metrics.catalogue import CATALOGUE, Kind
+from evenkeel.actors.metrics.catalogue import CATALOGUE, COUNTERS, Kind, Metric
 from evenkeel.actors.metrics.exporter import DiscoveryServer, MetricsEndpoint
 from evenkeel.actors.metrics.step_metrics import MetricError
 from evenkeel.correction.errors import ConfigError
-from lab.ports import free_port
+from tests.actors.metrics.real_prometheus import TOOLS, needs_prometheus, real_prometheus, until
 
 ROOT = Path(__file__).parents[3]
-TOOLS = ROOT / ".tools" / "prometheus"
-needs_prometheus = pytest.mark.skipif(
-    not (TOOLS / "prometheus").exists(), reason="no real Prometheus: run deploy/fetch_prometheus.sh (Debian's package)"
-)
 
 
 @pytest.fixture
@@ -143,6 +137,35 @@ def test_prometheus_names_are_conventional_and_unique() -> None:
         assert metric.kind is not Kind.COUNTER or metric.name.rstrip("/").endswith("_total")
 
 
+def each_metric() -> dict[str, float]:
+    """A value of each metric; of a family, of one member."""
+    return {metric.name + (_a_member(metric) if metric.is_family else ""): 1.0 for metric in CATALOGUE.values()}
+
+
+def _a_member(metric: Metric) -> str:
+    return next(part for part in ("3", *metric.members.split("|"), "k1_token_rho", "x") if part and metric.has_member(part))
+
+
+@needs_prometheus
+def test_promtool_finds_nothing_to_say_about_the_names_of_any_metric(endpoint: MetricsEndpoint) -> None:
+    """Prometheus' own naming conventions: units, suffixes, help."""
+    endpoint.publish(each_metric())
+    page = fetch(f"http://{endpoint.target}/metrics")
+    assert page.count("# TYPE evenkeel_") == len(CATALOGUE)
+    for given, code in ((page, 0), (page.replace("evenkeel_time_step_seconds", "evenkeel_time_step_milliseconds"), 3)):
+        checked = subprocess.run([TOOLS / "promtool", "check", "metrics"], input=given, capture_output=True, text=True, check=False)
+        assert checked.returncode == code, checked.stderr
+
+
+def test_a_run_of_500_workers_has_four_series_for_each_and_a_few_hundred_others(endpoint: MetricsEndpoint) -> None:
+    """At the driver's endpoint; what a Prometheus has to hold follows from it."""
+    by_worker = [name for name, metric in CATALOGUE.items() if metric.part == "worker"]
+    endpoint.publish(dict.fromkeys(COUNTERS, 0.0) | each_metric() | {name + str(i): 1.0 for name in by_worker for i in range(500)})
+    series = [sample for family in scrape(endpoint).values() for sample in family.samples if sample.name.startswith("evenkeel_")]
+    of_workers = [sample for sample in series if sample.labels.get("worker", "").isdigit()]
+    assert len(by_worker) == 4 and len(of_workers) == 4 * 500 and len(series) - len(of_workers) < 400
+
+
 @needs_prometheus
 def test_promtool_takes_the_shipped_configuration() -> None:
     checked = subprocess.run(
@@ -152,59 +175,11 @@ def test_promtool_takes_the_shipped_configuration() -> None:
     assert "SUCCESS" in checked.stdout
 
 
-@needs_prometheus
-def test_promtool_lints_what_is_served(endpoint: MetricsEndpoint) -> None:
-    """Every metric of the catalogue at once, against Prometheus' own naming rules."""
-    for metric in CATALOGUE.values():
-        members = ("1", "ratio_token_rho", *metric.members.split("|")) if metric.is_family else ("",)
-        endpoint.set(metric.name + next(filter(metric.has_member, members)), 1.0)
-    page = fetch(f"http://{endpoint.target}/metrics")
-    linted = subprocess.run([TOOLS / "promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False)
-    ours = [line for line in (linted.stdout + linted.stderr).splitlines() if "evenkeel" in line]
-    assert ours == []
-
-
 @pytest.fixture
 def prometheus(discovery: DiscoveryServer, tmp_path: Path) -> Iterator[Callable[[str], dict[str, float]]]:
-    """A real server with the shipped configuration, pointed at our discovery and made faster; gives {name label: value} of a query."""
-    config = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
-    job = next(job for job in config["scrape_configs"] if job["job_name"] == "evenkeel")
-    job["http_sd_configs"] = [{"url": discovery.url, "refresh_interval": "1s"}]
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    port = free_port()
-    process = subprocess.Popen(
-        [
-            TOOLS / "prometheus",
-            f"--config.file={tmp_path / 'prometheus.yml'}",
-            f"--storage.tsdb.path={tmp_path / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}",
-            "--log.level=warn",
-            "--scrape.discovery-reload-interval=100ms",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-    def query(expression: str) -> dict[str, float]:
-        try:
-            answer = json.loads(fetch(f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})))
-        except OSError:  # not up yet
-            return {}
-        return {result["metric"].get("name", ""): float(result["value"][1]) for result in answer["data"]["result"]}
-
-    yield query
-    process.terminate()
-    process.wait(timeout=20)
-
-
-def until(question: Callable[[], bool], deadline_s: float = 40.0) -> bool:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if question():
-            return True
-        time.sleep(0.2)
-    return False
+    """A real server; gives {name label: value} of a query."""
+    with real_prometheus(discovery.url, tmp_path) as ask:
+        yield lambda expression: {labels.get("name", ""): value for labels, value in ask(expression)}
 
 
 @needs_prometheus

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,23 +13,26 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from evenkeel.actors.config import MetricsConfig
 from evenkeel.actors.metrics.catalogue import CATALOGUE, DIAGNOSTIC_PLACES, LOSS_PLACES, Kind
 from evenkeel.actors.metrics.step_metrics import MetricError, StepMetrics, is_listed, lookup, markdown, member, members, shown
-from evenkeel.actors.record.metric_views import TensorBoardView, WandbView, open_views, views_from_an_earlier_step
+from evenkeel.actors.record.metric_views import TensorBoardView, open_views, views_from_an_earlier_step
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.step_numbers import diagnostic_metrics, objective_metrics
 from evenkeel.actors.record.terminal import _STEP_LINE, step_line
 from evenkeel.correction import CorrectionConfig, correct, diagnose, loss_metrics, policy_loss
 from evenkeel.correction.diagnostics.quantities import DIAGNOSTICS, LOSS_METRICS, Quantity, Unit, of_family
-from evenkeel.correction.errors import ConfigError
 from evenkeel.correction.settings.parts import CriterionConfig
-from evenkeel.report.plots import _CURVES, StepColumns
-from evenkeel.report.report import _SUMMARY, summary_rows
+from evenkeel.dashboard.columns import StepColumns
+from evenkeel.dashboard.curves import CURVES
+from evenkeel.dashboard.facts import SUMMARY, summary_rows
 from tests.actors.record.recorder_cases import result_of
 from tests.correction.fixtures import random_batch
 
 ROOT = Path(__file__).parents[3]
 
 
-FIELD_S_NAMES = ("reward/accuracy", "held_out/accuracy", "held_out/wilson_", "held_out/pass_at", "rho/ess", "correction/rejected_by_")
+FIELD_S_NAMES = (
+    *("reward/accuracy", "task/accuracy/", "held_out/accuracy", "held_out/wilson_", "held_out/task_", "held_out/pass_at"),
+    *("rho/ess", "correction/rejected_by_"),
+)
 """Shares that have other names: an accuracy with its interval, pass@k, effective sample sizes, and a share by its criterion."""
 
 
@@ -84,6 +83,8 @@ def test_families_whose_members_users_choose_are_open() -> None:
     assert {name for name, metric in CATALOGUE.items() if metric.is_family and not metric.members} == {
         "reward/component/",
         *(f"worker/{quantity}/" for quantity in ("tokens", "groups", "wait_share", "weight_version")),
+        *(f"task/{quantity}/" for quantity in ("accuracy", "reward", "groups_share", "prompts_share", "epochs")),
+        *(f"held_out/task_{quantity}/" for quantity in ("accuracy", "wilson_low", "wilson_high", "reward")),
     }
     assert CriterionConfig(upper=2.0).label == "ratio_token_rho" and is_listed("correction/rejected_by_binary_kl_max_sequence_q_2")
     assert lookup("reward/component/format").name == "reward/component/" and member("reward/component/format") == "format"
@@ -178,7 +179,7 @@ def test_a_value_is_written_alike_in_a_log_line_and_in_the_report(name: str, val
 
 def test_numbers_that_are_shown_together_have_labels_of_their_own() -> None:
     """In a step's line, in the report's summary and in each of its pictures."""
-    for names in (_STEP_LINE, [name for name, _ in _SUMMARY], *(curves.names for curves in _CURVES)):
+    for names in (_STEP_LINE, [name for name, _ in SUMMARY], *(curves.names for curves in CURVES)):
         labels = [CATALOGUE[name].label for name in names]
         assert len(set(labels)) == len(labels), labels
 
@@ -277,34 +278,3 @@ def test_the_views_of_a_run_take_up_where_the_folder_stands(tmp_path: Path) -> N
     view.close()
     folder.close()
     assert scalars(folder.tensorboard_path, "held_out/accuracy") == [(2, 0.75)]
-
-
-def test_wandb_is_off_by_default_and_asked_for_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MetricsConfig().wandb_project is None
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
-    with RunFolder.create(tmp_path / "run", "x") as folder:
-        folder.write_text("config.yaml", "name: x\n")
-        with pytest.raises(ConfigError, match=r"pip install 'evenkeel\[wandb\]'"):
-            open_views(folder, MetricsConfig(wandb_project="p"), print)
-
-
-def test_runs_of_equal_folder_names_are_runs_of_their_own_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that is resumed is the same, wherever its folder lies by now. The package allows no :;,#?/' in an id."""
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: calls.append(options)))
-
-    def shown(path: Path) -> tuple[str, str]:
-        WandbView(project="p", name=path.name, folder=path, config={}, notify=print).close()
-        return calls[-1]["id"], calls[-1]["name"]
-
-    paths = [tmp_path / "exp_a" / "lr=1e-5: 50% #2", tmp_path / "exp_b" / "lr=1e-5: 50% #2"]
-    for path in paths:
-        path.mkdir(parents=True)
-    (one, name), (other, _) = map(shown, paths)
-    assert one != other and name == paths[0].name and re.fullmatch("[0-9a-f]{16}", one)
-    assert shown(paths[0].rename(tmp_path / "moved")) == (one, "moved")
-
-
-def test_a_project_that_wandb_refuses_is_refused_before_a_run() -> None:
-    with pytest.raises(ValueError, match=r"wandb_project = 'mine/p': Weights & Biases takes no / .*WANDB_ENTITY"):
-        MetricsConfig(wandb_project="mine/p")

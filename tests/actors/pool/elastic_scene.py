@@ -145,6 +145,8 @@ class ElasticScene:
         self.slots = config.slots_per_worker
         settings = WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
         recorder = SimpleNamespace(
+            did=lambda _: None,
+            failed=lambda _: None,
             joined=lambda _: None,
             left=self.left.append,
             group_finished=lambda *_: None,
@@ -162,9 +164,9 @@ class ElasticScene:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def _note_asked(self, ask: Callable[..., Awaitable[Any]], workers: Sequence[Any], throttle: Any) -> Any:
+    async def _note_asked(self, ask: Callable[..., Awaitable[Any]], workers: Sequence[Any], *rest: Any) -> Any:
         self.asked += [worker.name for worker in workers]
-        return await ask(workers, throttle)
+        return await ask(workers, *rest)
 
     def _count(self, groups: int, tokens: int) -> None:
         self.handed_back[0] += groups

@@ -15,7 +15,7 @@ import evenkeel.actors.pool.workers
 from evenkeel.actors.carriers import ActorInfo, GroupFailure, Ticket
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.groups.ledger import imbalance_of
-from evenkeel.actors.groups.snapshot import QueueSnapshot
+from evenkeel.actors.groups.snapshot import BookSnapshot
 from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.rollout.config import AnswerSampling
 from evenkeel.rollout.trajectory import Group, GroupFacts, WorkerLoad
@@ -134,6 +134,8 @@ class World:
         """What happens before an engine's start; it may raise."""
         self.sample: Callable[[Mortal, Ticket], Coroutine[Any, Any, Outcome | None]] = nothing_special
         self.books = OpenBook(groups_per_step=places, max_staleness=0)
+        self.failures: list[str] = []
+        """Kinds, as the recorder counts them."""
         self.sync = AtOnce(self)
         fake_ray = SimpleNamespace(
             remote=lambda cls: SimpleNamespace(options=self._with_options),
@@ -144,6 +146,8 @@ class World:
         monkeypatch.setattr("ray.kill", fake_ray.kill)
         settings = worker_settings(workers)
         recorder = SimpleNamespace(
+            did=lambda _: None,
+            failed=self.failures.append,
             joined=lambda _: None,
             left=lambda _: None,
             group_finished=lambda group, _: self.finished.append(group.group_id),
@@ -184,7 +188,7 @@ class World:
         """Admitted = trained + discarded (by reason) + under way, each prompt once; and the book has what was told as finished."""
         book = self.books.book
         under_way = [entry.ticket for entry in book._entries.values()]
-        assert imbalance_of(QueueSnapshot.of(book.contents(), ()), None) is None
+        assert imbalance_of(BookSnapshot.of(book.contents(), ()), None) is None
         assert len(set(self.finished)) == len(self.finished), "told twice"
         assert book.trained == 0, "or not all of them are known by their ids"
         known = [*(ticket.prompt.prompt_id for ticket in under_way), *(one.prompt_id for one in book.unreported)]

@@ -19,4 +19,4 @@ def worker_settings(workers: int) -> WorkerSettings:
             "engine": {"device": "cpu"},
         }
     )
-    return WorkerSettings(config, Path("model"), prompt(0), bind="127.0.0.1", resource="rollout")
+    return WorkerSettings(config, Path("model"), (prompt(0),), bind="127.0.0.1", resource="rollout")

@@ -123,6 +123,8 @@ class PoolScene:
         settings = worker_settings(workers)
         deadlines = DeadlinesConfig(start_s=worker_s / 2, sync_s=worker_s / 6, notice_s=0.2, no_workers_s=worker_s)
         recorder = SimpleNamespace(
+            did=lambda _: None,
+            failed=lambda _: None,
             joined=lambda info: self.joined.append(info.name),
             left=self.left.append,
             group_finished=lambda group, _: self.finished.append(group.group_id),

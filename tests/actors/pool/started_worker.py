@@ -26,7 +26,8 @@ async def started_worker(
     async def made(*_: Any, **__: Any) -> Any:
         return sampler
 
-    endpoint = SimpleNamespace(add=counted, set=lambda *_: None, target="127.0.0.1:1")
+    registry = SimpleNamespace(register=lambda _: None)
+    endpoint = SimpleNamespace(add=counted, set=lambda *_: None, registry=registry, target="127.0.0.1:1")
     monkeypatch.setattr(Sampler, "start", made)
     monkeypatch.setattr(module, "MetricsEndpoint", lambda *_, **__: endpoint)
     monkeypatch.setattr(module, "EndNotice", lambda: None)

@@ -23,7 +23,7 @@ SAMPLES = 8
 
 
 def worker(*groups: int, name: str = "0") -> SimpleNamespace:
-    return SimpleNamespace(name=name, groups=set(groups), questions=0)
+    return SimpleNamespace(name=name, groups=set(groups), in_slots=set(groups), questions=0)
 
 
 def book_of(groups: int) -> GroupBook:
@@ -75,6 +75,7 @@ class Hall:
             self.now, _, number, work = heapq.heappop(self._ends)
             if isinstance(work, Ticket):
                 self.workers[number].groups.discard(work.group_id)
+                self.workers[number].in_slots.discard(work.group_id)
                 self.sampled[number] += 1
                 self.add(self._groups)
             else:
@@ -161,6 +162,14 @@ def test_questions_are_answered_whole_however_small_the_share_and_have_all_slots
     assert not is_fed or hall.sampled[0] - before >= 2 * 6
 
 
+def test_groups_that_wait_for_environments_take_no_slot() -> None:
+    """Two workers with 3 slots each take all 20 groups, half each: what bounds them is admission."""
+    waiting, takers = WaitingWork(slots=3, samples_per_group=2, without_slot={""}), [worker(), worker(name="1")]
+    waiting.add_groups(tickets(*range(20)))
+    list(waiting.take(book_of(20), takers, takers))
+    assert [len(one.groups) for one in takers] == [10, 10]
+
+
 def test_a_failed_workers_groups_are_the_oldest_that_wait() -> None:
     waiting, taker = WaitingWork(slots=3, samples_per_group=2), worker()
     waiting.add_groups(tickets(7, 8, 9))
@@ -179,6 +188,7 @@ def test_who_is_behind_keeps_a_share_but_holds_up_nobody() -> None:
         assert ready.groups, "idle while work waits"
         taken.append(len(ready.groups))
         ready.groups.clear()
+        ready.in_slots.clear()
     assert taken == [4, 2, 1, 1]
 
 
@@ -201,6 +211,7 @@ def test_a_worker_takes_one_group_at_a_time_that_two_engines_were_lost_with() ->
     waiting.add_groups(tickets(0, 1, 2))
     assert [ticket.group_id for _, ticket in waiting.take(book, [taker], [taker])] == [0, 2] and waiting
     taker.groups.clear()
+    taker.in_slots.clear()
     assert [ticket.group_id for _, ticket in waiting.take(book, [taker], [taker])] == [1]
 
 

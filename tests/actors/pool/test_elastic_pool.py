@@ -70,6 +70,27 @@ def test_what_is_not_ended_in_time_goes_on_elsewhere_from_its_tokens(monkeypatch
     simulate(scenario)
 
 
+def test_rollouts_that_an_engine_leaves_go_on_from_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that stays hands back all four of its groups: who takes them samples none of their tokens again."""
+
+    async def scenario() -> None:
+        scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)
+        feeding = await scene.begin()
+        await scene.until(lambda: len(scene.joined()) == 2 and len(scene.engines[1].under_way) == 4)
+        await asyncio.sleep(25.0)
+        scene.engines[1].leaves.set()
+        scene.engines[1].leaves.clear()  # it fails once
+        await scene.until(lambda: scene.handed_back[0] == 4)
+        assert 4 * 2 * 24 <= scene.handed_back[1] <= 4 * 2 * 27 and len(scene.joined()) == 2
+        await scene.step()
+        assert sorted(before > 0 for _, _, before in scene.sampled) == [False] * 4 + [True] * 4
+        assert sum("goes on from" in event for event in scene.events) == 4
+        scene.assert_balanced()
+        feeding.cancel()
+
+    simulate(scenario)
+
+
 def test_a_worker_that_dies_while_it_leaves_loses_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         scene = ElasticScene(monkeypatch, workers=2, group_s=100.0)

@@ -50,7 +50,7 @@ def test_a_worker_is_lost_when_it_can_not_be_reached_for_as_long_as_a_heartbeat(
         assert sorted(world.finished) == list(range(8)) and dict(world.books.book.discarded_by_reason) == {}
         while is_lost and not world.lost:
             await asyncio.sleep(1.0)
-        assert len(world.lost) == is_lost
+        assert len(world.lost) == world.failures.count("engine_lost") == is_lost
         if is_lost:
             assert "missed its heartbeat" in world.lost[0] and world.now - began == pytest.approx(GROUP_S + HEARTBEAT_S * 7 / 6, abs=2.0)
 
@@ -93,7 +93,8 @@ def test_a_worker_that_dies_after_a_hiccup_is_lost_with_its_group(monkeypatch: p
         world.sample = deadly  # type: ignore[assignment]
         await world.begin()
         await world.all_done(5)
-        assert dict(world.books.book.discarded_by_reason) == {DiscardReason.LOST: 1} and len(world.lost) == 3
+        assert dict(world.books.book.discarded_by_reason) == {DiscardReason.LOST: 1}
+        assert len(world.lost) == world.failures.count("engine_lost") == 3
 
     play(scenario)
 

@@ -50,6 +50,9 @@ def test_a_dirty_engine_is_synced_again_and_its_worker_stays(monkeypatch: pytest
         await asyncio.sleep(0.1)
         worker = scene.workers["0"]
         assert (worker.sampled, worker.answered) == ([], 0) and scene.pool.counts() == (1, 0), "no work without a receipt"
+        waiting = {"pool/waiting_groups": 8 * (kind == "group"), "pool/waiting_answers": 128 * (kind == "evaluation")}
+        slots = scene.pool.occupancy()
+        assert slots.items() >= (waiting | {"pool/used_slots": 0}).items() and slots["pool/slots"] > 0
         scene.sync.dirty[0].version = 0
         scene.pool.wake()
         if asking is not None:

@@ -40,7 +40,7 @@ Start = Callable[..., Coroutine[Any, Any, RolloutWorker]]
 class Engine:
     """Holds tensors of these checksums, which it shows once `compared` is set."""
 
-    requests_in_flight, silent_s = 4, 0.0
+    requests_in_flight, silent_s, metrics = 4, 0.0, None
 
     def __init__(self, checksums: dict[str, str] | None = None) -> None:
         self.checksums, self.compared = checksums or {}, asyncio.Event()
@@ -336,7 +336,7 @@ def test_an_attempt_at_new_weights_leaves_the_engine_its_own_time() -> None:
     rollout = {"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}, "engine": engine}
     run = {"model": "model", "steps": 1, "groups_per_step": 2, "rollout": rollout}
     found = [
-        worker_settings(RunConfig.model_validate(run | {"deadlines": {"sync_s": sync_s}}), Path("model"), prompt(0)).weights_fetch_s
+        worker_settings(RunConfig.model_validate(run | {"deadlines": {"sync_s": sync_s}}), Path("model"), [prompt(0)]).weights_fetch_s
         for sync_s in (120.0, 40.0)
     ]
     assert found == [120.0 - 30.0 - 2 * 10.0, 20.0], "or half, where a recipe leaves none"

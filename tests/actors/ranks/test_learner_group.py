@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from evenkeel.actors.carriers import ActorInfo, WaitNotice
+from evenkeel.actors.carriers import ActorInfo, LaneReport, RankStep, WaitNotice
 from evenkeel.actors.cluster.placement import RankPlaces
 from evenkeel.actors.ranks import learner_group
 from evenkeel.actors.ranks.collective_calls import NumberedRank, collective
@@ -49,14 +49,14 @@ class Work(NumberedRank):
         self.done.append(f"{number} load")
 
     @collective
-    def step(self, number: int, corrected: Any, correction: Any, step: int) -> tuple[Result, list[int]]:
+    def step(self, number: int, corrected: Any, correction: Any, step: int, rate_scale: float) -> tuple[RankStep, list[int]]:
         self._in_order(number, "step")
         self.done.append(f"{number} step")
         if corrected == "breaks":
             raise EngineError("the step breaks")
         if corrected == "aborted":
             raise StepAborted("before its update")
-        return Result(step), [step]
+        return RankStep(Result(step), LaneReport(self.name, 0.0, ())), [step]  # type: ignore[arg-type]
 
     @collective
     def restore(self, number: int, folder: Path, version: int) -> None:

@@ -58,8 +58,8 @@ def test_rank_zero_alone_answers_of_a_batch(tmp_path: Path) -> None:
             answers = [
                 actor.proximal(2, batch, 0),
                 actor.reference_logprobs(3, batch, 0),
-                actor.at_sampling(4, batch, 0, 0),
-                actor.step(5, corrected, TIS, 0),
+                actor.at_sampling(4, batch, 0, 0, True),
+                actor.step(5, corrected, TIS, 0, 1.0),
             ]
             held[rank] = [tokens_in(answer) for answer in answers]
     n = batch.num_tokens

@@ -27,6 +27,7 @@ from evenkeel.learner.results import StepResult
 from evenkeel.recipe import load_config
 from evenkeel.rollout.trajectory import AnswerPlace, GroupFacts, WorkerLoad
 from tests.actors.cases import facts
+from tests.actors.metrics.real_prometheus import until
 
 RECIPE = Path(__file__).parents[2] / "e2e" / "small.yaml"
 WATCH = Event(2, "k3_kl", State.WATCH, 2e-3, 2.0, "k3_kl = 0.002, 2.0 times the level")
@@ -59,11 +60,22 @@ class Seen:
         """What events.log has, but for where Prometheus asks."""
         return [event for event in self.folder.read_events() if not event.text.startswith(_DISCOVERY)]
 
+    def discovered(self) -> list[dict[str, Any]]:
+        """Endpoints that Prometheus is told of."""
+        found = ""
+
+        def is_told() -> bool:  # written behind
+            nonlocal found
+            found = next((event.text for event in self.folder.read_events() if event.text.startswith(_DISCOVERY)), "")
+            return bool(found)
+
+        assert until(is_told)
+        with urllib.request.urlopen(found.removeprefix(_DISCOVERY)) as answer:
+            return list(json.load(answer))
+
     def page(self) -> str:
         """What Prometheus gets of the driver."""
-        found = next(event.text for event in self.folder.read_events() if event.text.startswith(_DISCOVERY))
-        with urllib.request.urlopen(found.removeprefix(_DISCOVERY)) as answer:
-            driver = next(one for one in json.load(answer) if one["labels"]["role"] == "controller")
+        driver = next(one for one in self.discovered() if one["labels"]["role"] == "controller")
         with urllib.request.urlopen(f"http://{driver['targets'][0]}/metrics") as answer:
             return str(answer.read().decode())
 

@@ -17,12 +17,13 @@ from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record.run_folder import RunEvent, RunFolder
 from evenkeel.actors.record.stack_collector import StackCollector
 from evenkeel.correction.errors import ConfigError
+from evenkeel.dashboard.columns import StepColumns
+from evenkeel.dashboard.facts import clipped_rows, summary_rows, worker_rows
+from evenkeel.dashboard.frozen import read_report, write_report
+from evenkeel.doctor.run_doctor import diagnose_run, left_after_training, page
 from evenkeel.recipe import load_config
-from evenkeel.report.plots import StepColumns, draw_staleness
-from evenkeel.report.report import clipped_rows, summary_rows, worker_rows, write_report
-from evenkeel.report.run_doctor import diagnose_run, left_after_training, page
 from evenkeel.resume_point import run_recipe
-from tests.evenkeel.report.test_run_doctor import RECIPE, run_folder
+from tests.evenkeel.doctor.test_run_doctor import RECIPE, run_folder
 
 LINES = [
     *((name, f'{{"step": {step}}}') for name in ("metrics.jsonl", "evaluations.jsonl") for step in ("null", '"x"', "1e999")),
@@ -65,7 +66,6 @@ def test_a_foreign_line_is_left_out_by_all_that_read_the_folder(tmp_path: Path, 
     steps = StepColumns(folder.read_metrics())
     summary_rows(steps, folder.read_evaluations(), folder.read_config())
     worker_rows(steps)
-    draw_staleness(steps)
     assert clipped_rows(folder) == folder.read_slowest() == [] and folder.checkpoints()[-1].step == 2
     assert last_step(folder.path / "ledger.jsonl") == 2
     folder.close()
@@ -97,7 +97,8 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def test_what_a_report_would_show_and_isn_t_there_yet_is_no_damage(tmp_path: Path) -> None:
-    assert "be read" not in write_report(run_folder(tmp_path / "run")).read_text()
+    found = read_report(write_report(run_folder(tmp_path / "run")))
+    assert found["overview"]["left_out"] == found["correction"]["left_out"] == []
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -107,10 +108,11 @@ def test_a_report_goes_without_a_part_that_can_t_be_read(tmp_path: Path, damage:
     (folder.path / "model").mkdir()
     (folder.path / "model/tokenizer.json").write_bytes(DAMAGES[damage](b'{"model": {}, "version": "1.0"}' * 5))
     folder.append_clipped_tokens(1, {"positive": [(3, 5)], "negative": []})
-    text = write_report(folder).read_text()
-    for name in ("scatter.npz", "model/tokenizer.json"):
-        assert f"{folder.path / name} can&#39;t be read, and what the page would have of it is left out: " in text
-    assert "3 5" in text and "pi_prox against mu" not in text
+    found = read_report(write_report(folder))
+    for view, name in (("correction", "scatter.npz"), ("overview", "model/tokenizer.json")):
+        (told,) = found[view]["left_out"]
+        assert told.startswith(f"{folder.path / name} can't be read, and what the page would have of it is left out: ")
+    assert found["overview"]["clipped"] == [["positive advantage", "3 5"]] and found["correction"]["scatter"] is None
 
 
 @pytest.mark.parametrize("other", [{"step": [1.5]}, {"staleness": [0, 1]}, {"behavior_logprobs": ["a"]}, {"step": 3}], ids=str)

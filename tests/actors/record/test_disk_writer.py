@@ -68,7 +68,7 @@ def test_steps_go_on_while_the_disk_takes_its_time_for_one_fsync(tmp_path: Path,
     monkeypatch.setattr(os, "fsync", gate)
 
     async def scenario(folder: RunFolder, seen: Seen) -> None:
-        result = await evaluate(Answers([1.0, 0.0]), prompts(0, 2), AnswerSampling(), step=0, correct_at=1.0)
+        result = await evaluate(Answers([1.0, 0.0]), prompts(0, 2), AnswerSampling(), step=0, correct_at={"": 1.0})
         seen.recorder.evaluated(result, prompts(0, 2))
         steps = asyncio.create_task(write(seen.recorder, *((step, diagnosed(state=State.OK)) for step in range(1, 21))))
         while "step 20/10" not in seen.screen.getvalue():

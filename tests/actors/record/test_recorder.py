@@ -149,7 +149,7 @@ def test_a_steps_numbers_are_asked_for_a_moment_after_it_or_when_the_next_one_en
 
 
 def test_held_out_answers_without_a_score_are_told_everywhere(seen: Seen) -> None:
-    result = asyncio.run(evaluate(Answers([1.0, None, 0.0, None]), prompts(0, 4), AnswerSampling(), step=4, correct_at=1.0))
+    result = asyncio.run(evaluate(Answers([1.0, None, 0.0, None]), prompts(0, 4), AnswerSampling(), step=4, correct_at={"": 1.0}))
     seen.recorder.evaluated(result, prompts(0, 4))
     seen.settle()
     (line,) = seen.folder.read_evaluations()
@@ -345,11 +345,20 @@ def test_counts_of_events_go_on_after_a_resume(seen: Seen, tmp_path: Path) -> No
     assert totals["monitor/alarms_total/k3_kl"] == 1
     with RunFolder.create(tmp_path / "resumed", "x") as folder:
         resumed = observe(folder, totals)
+        assert 'evenkeel_monitor_alarms_total{part="k3_kl"} 1.0' in (page := resumed.page()), "also before its first step"
+        assert "evenkeel_sync_failures_total 0.0" in page and 'evenkeel_pool_failures_total{kind="engine_lost"} 0.0' in page
         again = Event(**{**{name: getattr(ALARM, name) for name in ("name", "state", "value", "growth", "message")}, "step": 9})
         asyncio.run(write(resumed.recorder, (8, diagnosed(state=State.ALARM)), (9, diagnosed(again, state=State.ALARM))))
         assert [resumed.line(step)["monitor/alarms_total/k3_kl"] for step in (8, 9)] == [1, 2]
         assert resumed.recorder.totals()["monitor/alarms_total/k3_kl"] == 2
         resumed.recorder.close()
+
+
+def test_prometheus_finds_the_service_where_its_last_observation_said(seen: Seen) -> None:
+    """One that was replaced has another port."""
+    told = [replace(diagnosed(state=State.OK), info=ActorInfo("correction", "0", 7, f"127.0.0.1:{port}")) for port in (1, 2)]
+    asyncio.run(write(seen.recorder, *enumerate(told, 1)))
+    assert [one["targets"] for one in seen.discovered() if one["labels"]["role"] == "correction"] == [["127.0.0.1:2"]]
 
 
 def test_a_resume_takes_back_warnings_of_later_steps(seen: Seen) -> None:
@@ -371,7 +380,7 @@ def test_half_a_surrogate_pair_ends_nothing(seen: Seen) -> None:
             return [(replace(trajectory(prompt, reward=None), error=said),)]
 
     how = AnswerSampling(samples=1, temperature=0.7)
-    seen.recorder.evaluated(asyncio.run(evaluate(Unscored([None]), [prompt], how, step=7, correct_at=1.0)), [prompt])
+    seen.recorder.evaluated(asyncio.run(evaluate(Unscored([None]), [prompt], how, step=7, correct_at={"": 1.0})), [prompt])
     text = trajectories_text([facts(1, 5)], [Example(replace(prompt, text="spell \udfff"), "a")], step=8)
     seen.recorder.disk.file(seen.folder.write_trajectories, 8, text)
     seen.settle()

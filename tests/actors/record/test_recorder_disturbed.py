@@ -7,10 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,16 +20,24 @@ from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record import metric_views
 from evenkeel.actors.record import recorder as recorder_module
 from evenkeel.actors.record.disk_writer import FileThread
-from evenkeel.actors.record.metric_views import WandbView
+from evenkeel.actors.record.metric_views import TrackerView
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.correction.early_warning.monitor import State
 from evenkeel.correction.errors import DeadlineExceeded
 from tests.actors.metrics.test_metrics import scalars
-from tests.actors.record.recorder_cases import CONFIG, WATCH, Seen, diagnosed, end_step, observe, write
+from tests.actors.record.recorder_cases import CONFIG, WATCH, Seen, diagnosed, end_step, observe
 from tests.actors.record.recorder_cases import seen as seen
+from tests.actors.record.recorder_cases import write as write_steps
 from tests.actors.simulated_time import simulate
 
-WITH_WANDB = CONFIG.model_copy(update={"metrics": CONFIG.metrics.model_copy(update={"wandb_project": "p"})})
+WITH_TRACKER = CONFIG.model_copy(update={"metrics": CONFIG.metrics.model_copy(update={"views": ("my_views:show",)})})
+
+
+def shown_by(monkeypatch: pytest.MonkeyPatch, show: Callable[..., Any]) -> None:
+    """Have the tracker of WITH_TRACKER begun by this."""
+    module = ModuleType("my_views")
+    module.show = show  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_views", module)
 
 
 @pytest.fixture
@@ -47,13 +57,13 @@ def test_a_full_disk_ends_nothing_and_costs_no_line(seen: Seen) -> None:
     samples.write_text("")  # nothing can be written below it
 
     async def scenario() -> None:
-        await write(seen.recorder, (1, diagnosed(state=State.OK)), (2, diagnosed(WATCH, state=State.WATCH)))
+        await write_steps(seen.recorder, (1, diagnosed(state=State.OK)), (2, diagnosed(WATCH, state=State.WATCH)))
         assert folder.read_metrics() == []
         for path in (folder.metrics_path, folder.monitor_path, folder.path / "clipped_tokens.jsonl"):
             path.unlink()
         samples.unlink()
         samples.mkdir()
-        await write(seen.recorder, (3, diagnosed(state=State.OK)))
+        await write_steps(seen.recorder, (3, diagnosed(state=State.OK)))
 
     asyncio.run(scenario())
     seen.settle()  # what the writing has told of itself
@@ -69,20 +79,20 @@ def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen, m
     recorder, events = seen.recorder, seen.folder.tensorboard_path
 
     async def scenario() -> None:
-        await write(recorder, (1, diagnosed(state=State.OK)))
+        await write_steps(recorder, (1, diagnosed(state=State.OK)))
         (file,) = events.iterdir()
         file.rename(seen.folder.path / "aside")
         file.symlink_to("/dev/full")
-        await write(recorder, *((step, diagnosed(state=State.OK)) for step in (2, 3, 4)))
+        await write_steps(recorder, *((step, diagnosed(state=State.OK)) for step in (2, 3, 4)))
         recorder.close()
         file.unlink()
         (seen.folder.path / "aside").rename(file)
-        await write(recorder, (5, diagnosed(state=State.OK)))
+        await write_steps(recorder, (5, diagnosed(state=State.OK)))
         seen.folder.rewind(4)
         with monkeypatch.context() as patch:
             patch.setattr(type(seen.folder), "read_metrics", lambda _: pytest.fail("on the event loop, for as long as the disk takes"))
             recorder.roll_back({}, 4)
-        await write(recorder, (5, diagnosed(WATCH, state=State.WATCH)))
+        await write_steps(recorder, (5, diagnosed(WATCH, state=State.WATCH)))
 
     asyncio.run(scenario())
     seen.settle()  # what the writing has told of itself
@@ -91,22 +101,21 @@ def test_tensorboard_on_a_full_disk_ends_nothing_and_lacks_no_step(seen: Seen, m
     assert ["does not take" in text for text in told] == [True, False], "once each, though other files took their lines all the time"
 
 
-def test_weights_and_biases_that_fails_is_told_once_and_left_out(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_is_told_once_and_left_out(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its errors are no news of the disk, whatever their kind, and neither a flush nor the way back to a checkpoint ends by them."""
-    tried, ended = list[dict[str, float]](), list[int]()
+    tried, ended = list[int](), list[int]()
 
-    def log(numbers: dict[str, float]) -> None:
-        tried.append(numbers)
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        tried.append(step)
         if len(tried) > 1:
             raise ConnectionError("the service is down")
 
-    run = SimpleNamespace(log=log, finish=lambda: ended.append(1))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-    seen = observe(folder, config=WITH_WANDB)
-    asyncio.run(write(seen.recorder, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
+    shown_by(monkeypatch, lambda _: SimpleNamespace(write=write, close=lambda: ended.append(1)))
+    seen = observe(folder, config=WITH_TRACKER)
+    asyncio.run(write_steps(seen.recorder, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
     seen.recorder.close()
     assert not seen.recorder.hangs() and ended == [], "it is left out"
-    assert [numbers["step"] for numbers in tried] == [1, 2] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
+    assert tried == [1, 2] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
     (told,) = seen.told()
     assert told.level == "warning" and told.text.endswith("in its folder: ConnectionError: the service is down")
 
@@ -119,30 +128,27 @@ class AtOnce(FileThread):
 
 
 @pytest.mark.parametrize("error", [ConnectionError("the service is down"), SystemExit(1)])
-def test_weights_and_biases_that_does_not_start_stops_no_start(
-    error: BaseException, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_does_not_start_stops_no_start(error: BaseException, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor a resume or a retry. It fails at once, before anything else of the recorder is used."""
 
-    def init(**_: object) -> None:
+    def show(_: object) -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    shown_by(monkeypatch, show)
     monkeypatch.setattr(metric_views, "FileThread", AtOnce)
-    seen = observe(folder, config=WITH_WANDB)
-    asyncio.run(write(seen.recorder, (1, None)))
+    seen = observe(folder, config=WITH_TRACKER)
+    asyncio.run(write_steps(seen.recorder, (1, None)))
     (told,) = seen.told()
     assert told.level == "warning" and told.text.endswith(f"all of them are in its folder: {type(error).__name__}: {error}")
     monkeypatch.undo()
     seen.recorder.close()
 
 
-def test_weights_and_biases_whose_start_hangs_is_given_up(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_whose_start_hangs_is_given_up(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that makes the recorder doesn't wait for it at all."""
     goes_on, called = threading.Event(), list[str]()
-    run = SimpleNamespace(log=lambda _: called.append("log"), finish=lambda: called.append("finish"))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run if goes_on.wait(60.0) else None))
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=seen.recorder.waiting)
+    tracker: Any = SimpleNamespace(write=lambda *_: called.append("write"), close=lambda: called.append("close"))
+    view = TrackerView("x", lambda: tracker if goes_on.wait(60.0) else None, seen.recorder.waiting)
     view.write(StepMetrics(1, {}))
     monkeypatch.setattr(metric_views, "_START_S", 0.0)
     view.write(StepMetrics(2, {}))
@@ -155,42 +161,38 @@ def test_weights_and_biases_whose_start_hangs_is_given_up(seen: Seen, monkeypatc
 
 
 @pytest.fixture
-def wandb_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def tracker_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Its first call opens a FIFO that nobody reads; steps that it was given."""
     os.mkfifo(fifo := tmp_path / "service")
     given = list[int]()
 
-    def log(numbers: dict[str, float]) -> None:
-        given.append(int(numbers["step"]))
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        given.append(step)
         fifo.open("w").close()
 
-    run = SimpleNamespace(log=log, finish=lambda: pytest.fail("it is left"))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    shown_by(monkeypatch, lambda _: SimpleNamespace(write=write, close=lambda: pytest.fail("it is left")))
     yield given
     os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # lets the thread go
 
 
-def test_weights_and_biases_that_hangs_holds_nothing_up(
-    folder: RunFolder, wandb_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_hangs_holds_nothing_up(folder: RunFolder, tracker_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the lines of the run's folder, nor a flush, which a checkpoint waits for, nor the end."""
     monkeypatch.setattr(metric_views, "CLOSE_S", 0.2)
-    seen = observe(folder, config=WITH_WANDB)
-    asyncio.run(write(seen.recorder, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
-    until(lambda: bool(wandb_that_hangs))
-    assert wandb_that_hangs == [1] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
+    seen = observe(folder, config=WITH_TRACKER)
+    asyncio.run(write_steps(seen.recorder, *((step, diagnosed(state=State.OK)) for step in (1, 2, 3))))
+    until(lambda: bool(tracker_that_hangs))
+    assert tracker_that_hangs == [1] and [line.step for line in seen.folder.read_metrics()] == [1, 2, 3]
     seen.recorder.close()
     (told,) = seen.told()
     assert told.text.endswith("its folder: it does not answer, and 2 steps more wait for it")
     assert seen.recorder.hangs()
 
 
-def test_weights_and_biases_that_uploads_at_the_end_is_not_given_up(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_uploads_at_the_end_is_not_given_up(seen: Seen) -> None:
     """It has every step; that its own end takes long is no error, and the process waits for it."""
     uploads, tried = threading.Event(), list[int]()
-    run = SimpleNamespace(log=lambda numbers: tried.append(int(numbers["step"])), finish=lambda: uploads.wait(60.0))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.recorder.event, "warning"))
+    tracker: Any = SimpleNamespace(write=lambda step, _: tried.append(step), close=lambda: uploads.wait(60.0))
+    view = TrackerView("x", lambda: tracker, partial(seen.recorder.event, "warning"))
     view.write(StepMetrics(1, {}))
     view.write(StepMetrics(2, {}))
     until(lambda: len(tried) == 2)
@@ -202,11 +204,11 @@ def test_weights_and_biases_that_uploads_at_the_end_is_not_given_up(seen: Seen, 
     assert list(seen.told()) == []
 
 
-def test_what_waits_for_weights_and_biases_is_bounded(seen: Seen, wandb_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_a_tracker_is_bounded(seen: Seen, tracker_that_hangs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_views, "_MOST_STEPS", 2)
-    view = WandbView(project="p", name="x", folder=seen.folder.path, config={}, notify=partial(seen.recorder.event, "warning"))
+    view = TrackerView("x", lambda: import_module("my_views").show(None), partial(seen.recorder.event, "warning"))
     view.write(StepMetrics(1, {}))
-    until(lambda: bool(wandb_that_hangs))
+    until(lambda: bool(tracker_that_hangs))
     for step in range(2, 7):
         view.write(StepMetrics(step, {}))
     seen.settle()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,7 @@ from evenkeel.rollout.trajectory import (
     FinishReason,
     Group,
     GroupFacts,
+    KeptTokens,
     Prompt,
     Trajectory,
     VersionSpan,
@@ -42,13 +44,14 @@ from tests.actors.cases import facts
 def test_waiting_is_waited_seconds_by_lived_seconds_of_whoever_was_there() -> None:
     """A step of 10 s. Worker 0 was there all the time and busy for 8 s of it; worker 1 came 4 s ago and was busy for 1 s; worker 2 left,
     or does not answer. Waited: 2 + 3 s, lived: 10 + 4 s."""
-    before = {"0": WorkerLoad(50.0, 100.0, 1000, 3), "2": WorkerLoad(90.0, 100.0, 5000, 3)}
-    now = {"0": WorkerLoad(58.0, 110.0, 1600, 3), "1": WorkerLoad(1.0, 4.0, 50, 2)}
+    before = {"0": WorkerLoad(50.0, 100.0, 1000, 3), "2": WorkerLoad(90.0, 100.0, 5000, 3, late_s=9.0)}
+    now = {"0": WorkerLoad(58.0, 110.0, 1600, 3, late_s=0.25), "1": WorkerLoad(1.0, 4.0, 50, 2, late_s=0.125)}
     numbers = rollout_metrics({}, now, before, 10.0)
     assert numbers["wait/rollout_share"] == pytest.approx(5 / 14)
     assert numbers["wait/rollout_s"] == pytest.approx(10 * 5 / 14)
     assert numbers["throughput/rollout_tokens_per_s"] == pytest.approx(600 / 10 + 50 / 4)
     assert numbers["rollout/requests_in_flight"] == 5
+    assert numbers["time/rollout_late_s"] == 0.25
     assert numbers["worker/wait_share/0"] == pytest.approx(2 / 10) and numbers["worker/wait_share/1"] == pytest.approx(3 / 4)
     assert "worker/wait_share/2" not in numbers
 
@@ -70,7 +73,7 @@ def test_throughput_is_by_the_time_between_a_workers_own_reports() -> None:
 
 
 def test_nothing_is_said_without_a_worker_or_something_to_compare_with() -> None:
-    assert set(rollout_metrics({}, {"0": WorkerLoad(1.0, 2.0, 3, 0)}, None, 10.0)) == {"rollout/requests_in_flight"}
+    assert set(rollout_metrics({}, {"0": WorkerLoad(1.0, 2.0, 3, 0)}, None, 10.0)) == {"rollout/requests_in_flight", "time/rollout_late_s"}
     assert "wait/rollout_share" not in rollout_metrics({}, {}, {}, 10.0)
 
 
@@ -122,7 +125,19 @@ def test_what_newer_weights_read_again_is_counted() -> None:
     assert [one.read_again_tokens for one in facts.trajectories] == [107 + 120, 0, 0, 0]
     places = tuple(AnswerPlace(0, i) for i in range(4))
     batch = PreparedBatch(5, CorrectionConfig(preset="tis-token"), None, 500, (facts,), places, 0.0, 0.0)
-    assert batch_metrics(batch, correct_at=1.0)["sync/read_again_tokens"] == 227
+    assert batch_metrics(batch, correct_at={"": 1.0})["sync/read_again_tokens"] == 227
+
+
+def test_the_mean_kept_set_is_of_all_tokens_and_absent_without_any() -> None:
+    """Of 30 tokens 10 have a set of 4, 8 one of 2; the last answer's come from the whole vocabulary."""
+    answers = [answer([(3, 0, 10)], retractions=0) for _ in range(3)]
+    answers[0] = replace(answers[0], kept_tokens=KeptTokens.of([range(4)] * 10))
+    answers[1] = replace(answers[1], kept_tokens=KeptTokens.of([range(2)] * 8 + [()] * 2), reward=0.0)
+    for some, expected in ((answers, 56 / 30), ([answers[2]] * 2, None)):
+        facts = Group(0, Prompt("p", "", (1,), ""), tuple(some), 3).facts
+        places = tuple(AnswerPlace(0, i) for i in range(len(some)))
+        batch = PreparedBatch(5, CorrectionConfig(preset="tis-token"), None, 500, (facts,), places, 0.0, 0.0)
+        assert batch_metrics(batch, correct_at={"": 1.0}).get("length/kept_set_tokens") == expected
 
 
 def test_rewards_of_a_batch_by_group_each_of_which_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,20 +159,42 @@ def test_rewards_of_a_batch_by_group_each_of_which_is_gone_through_once(monkeypa
     groups[2] = replace(groups[2], trajectories=(groups[2].trajectories[0], failed, groups[2].trajectories[2]))
     places = tuple(AnswerPlace(g, i) for g, i in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 2)))
     batch = PreparedBatch(0, CorrectionConfig(preset="bypass"), None, 30, tuple(groups), places, 0.0, 0.0)
-    numbers = batch_metrics(batch, correct_at=1.0)
+    numbers = batch_metrics(batch, correct_at={"": 1.0})
     assert (numbers["groups/all_correct"], numbers["groups/all_wrong"]) == (1, 1)
     assert numbers["reward/accuracy"] == 3 / 6
     assert [numbers[f"reward/{name}"] for name in ("mean", "std", "group_std")] == pytest.approx([0.5, 0.5, 1 / 6])
     assert looks == [0, 1, 2]
 
 
+def test_each_of_several_tasks_has_its_own_rewards() -> None:
+    """Of three groups one is of words, with 1 and 0; sums have 1, 1, 0.5 and 0, of which three are right by their own measure."""
+    rewards = {"words/train/0/0": (1.0, 0.0), "sums/train/0/0": (1.0, 1.0), "sums/train/0/1": (0.5, 0.0)}
+    groups = [
+        Group(i, Prompt(name, "", (1,), ""), tuple(answer([(5, 0, 4)], retractions=0, reward=one) for one in of), 5)
+        for i, (name, of) in enumerate(rewards.items())
+    ]
+    numbers = batch_metrics(prepared(groups, TrainOverlong(), longest={"words": 30, "sums": 30})[0], correct_at={"words": 1.0, "sums": 0.5})
+    of_tasks = {name: value for name, value in numbers.items() if name.startswith("task/")}
+    assert of_tasks == {
+        "task/accuracy/words": 0.5,
+        "task/reward/words": 0.5,
+        "task/groups_share/words": 1 / 3,
+        "task/accuracy/sums": 0.75,
+        "task/reward/sums": 0.625,
+        "task/groups_share/sums": 2 / 3,
+    }
+    assert numbers["reward/accuracy"] == 4 / 6
+
+
 def cut(one: Trajectory) -> Trajectory:
     return replace(one, finish_reason=FinishReason.LENGTH)
 
 
-def prepared(groups: list[Group], overlong: OverlongConfig, version: int = 5) -> tuple[PreparedBatch, dict[str, float]]:
+def prepared(
+    groups: list[Group], overlong: OverlongConfig, version: int = 5, longest: Mapping[str, int] = MappingProxyType({"": 30})
+) -> tuple[PreparedBatch, dict[str, float]]:
     """The batch that is made of them, and what the correction says of it."""
-    packed = pack_groups(groups, learner_version=version, advantage=lambda rewards, _: rewards, overlong=overlong, max_tokens=30)
+    packed = pack_groups(groups, learner_version=version, advantage=lambda rewards, _: rewards, overlong=overlong, max_tokens=longest)
     config, facts = CorrectionConfig(preset="bypass"), tuple(group.facts for group in groups)
     batch = PreparedBatch(version, config, None, packed.batch.num_tokens, facts, packed.places, 0.0, 0.0)
     return batch, diagnose(packed.batch, correct(packed.batch, config))
@@ -178,7 +215,7 @@ def test_an_answer_that_is_left_out_of_the_batch_is_no_trained_one() -> None:
     ]
     for overlong, values, tokens in expected:
         batch, theirs = prepared([group], overlong)
-        numbers = batch_metrics(batch, correct_at=1.0)
+        numbers = batch_metrics(batch, correct_at={"": 1.0})
         assert [numbers[name] for name in of_trained] == pytest.approx(values)
         assert {name.rpartition("/")[2]: n for name, n in numbers.items() if name.startswith("staleness/tokens/")} == tokens
         of_all = [numbers[name] for name in ("reward/mean", "length/max_tokens", "length/truncated_share")]
@@ -190,7 +227,7 @@ def test_an_answer_that_is_left_out_of_the_batch_is_no_trained_one() -> None:
 def test_a_batch_of_which_every_answer_is_left_out_has_no_trained_ones() -> None:
     group = Group(0, Prompt("p", "", (1,), ""), tuple(cut(answer([(5, 0, 4)], retractions=0, reward=one)) for one in (0.0, 1.0)), 5)
     batch, theirs = prepared([group], MaskOverlong())
-    numbers = batch_metrics(batch, correct_at=1.0)
+    numbers = batch_metrics(batch, correct_at={"": 1.0})
     assert numbers["reward/mean"] == 0.5 and not any(name.startswith("staleness/") for name in numbers)
     assert "length/trained_tokens" not in numbers and "staleness_mean" not in theirs
 
@@ -199,7 +236,7 @@ def test_the_oldest_tokens_are_counted_together() -> None:
     """8 versions and more."""
     answers = (answer([(0, 0, 3), (1, 3, 8)], retractions=0), answer([(2, 0, 2), (3, 2, 9)], retractions=0))
     group = Group(0, Prompt("p", "", (1,), ""), answers, 0)
-    numbers = batch_metrics(prepared([group], TrainOverlong(), version=10)[0], correct_at=1.0)
+    numbers = batch_metrics(prepared([group], TrainOverlong(), version=10)[0], correct_at={"": 1.0})
     assert (numbers["staleness/tokens/8+"], numbers["staleness/tokens/7"], numbers["staleness/max"]) == (3 + 5 + 2, 7, 10)
 
 

@@ -84,13 +84,14 @@ def test_a_warning_of_a_logger_stands_above_the_live_panel() -> None:
     assert "waiting for an engine\n╭─ a run" in text.replace("\r", ""), "the warning, and the whole panel below it"
 
 
-def test_an_evaluation_says_reward_and_cut_answers_where_they_say_more_than_the_accuracy() -> None:
+def test_an_evaluation_says_reward_cut_answers_and_turns_where_they_say_more_than_the_accuracy() -> None:
     view, out = watch(terminal=False)
-    for reward, cut in ((0.5, 0.0), (0.625, 0.4)):
-        view.evaluation(StepMetrics(0, {**HELD_OUT, "held_out/reward": reward, "held_out/truncated_share": cut}))
+    for reward, cut, turns in ((0.5, 0.0, 1.0), (0.625, 0.4, 1.5)):
+        numbers = {"held_out/reward": reward, "held_out/truncated_share": cut, "held_out/turns": turns}
+        view.evaluation(StepMetrics(0, {**HELD_OUT, **numbers}))
     plain, more = out.getvalue().splitlines()[1:]
     assert plain == "held-out accuracy 0.500 [0.460, 0.540] on 512 problems, weight version 0"
-    assert more == "held-out accuracy 0.500 [0.460, 0.540] on 512 problems, reward 0.625, 40% cut, weight version 0"
+    assert more == "held-out accuracy 0.500 [0.460, 0.540] on 512 problems, reward 0.625, 40% cut, 1.50 turns, weight version 0"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -83,12 +83,16 @@ class Learner:
     async def keep_weights(self, version: int, *, oldest: int) -> None:
         self.kept = {v for v in getattr(self, "kept", set()) if v >= oldest} | {version}
 
-    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int) -> SplitLogprobs:
+    async def forget_weights(self, *, before: int) -> None:
+        self.kept = {v for v in self.kept if v >= before}
+
+    async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int, with_now: bool) -> SplitLogprobs:
         """The engine says -1 of every token. The learner: 0.1 more at kept weights of even versions and 0.2 at odd ones; now, 0.5 more."""
+        self.kept = getattr(self, "kept", set())
         kept = sum((batch.weight_versions == v for v in self.kept), torch.zeros_like(batch.loss_mask))
         self.kept = {v for v in self.kept if v >= oldest}
         told = torch.where(kept.bool(), -0.9 + 0.1 * (batch.weight_versions % 2), torch.nan)
-        return SplitLogprobs(told, now=torch.full_like(told, -0.5))
+        return SplitLogprobs(told, now=torch.full_like(told, -0.5) if with_now else None)
 
 
 def answered(ticket: Ticket, *, rewards: Sequence[float | None] = (0.0, 1.0)) -> Group:
@@ -131,7 +135,7 @@ class ServiceScene:
         }
         self.config = RunConfig.model_validate(settings | changes)
         self.service, self.told = CorrectionService(self.config, monitor_state), list[str]()
-        recorder: Any = SimpleNamespace(event=lambda _, text: self.told.append(text), waiting=lambda notice: None)
+        recorder: Any = SimpleNamespace(event=lambda _, text: self.told.append(text), waiting=lambda notice: None, did=lambda _: None)
         self.source = BatchSource(self.config, StartingPoint(Path("none")), None, recorder)  # type: ignore[arg-type]
         self.source.service = FakeActor(self.service)
         self.books = OpenBook(groups_per_step=GROUPS, max_staleness=max_staleness)

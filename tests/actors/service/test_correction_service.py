@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ from evenkeel.correction.batch import PackedBatch
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.errors import DeadlineExceeded, LateError
 from evenkeel.rollout.config import MaskOverlong
-from evenkeel.rollout.trajectory import FinishReason
+from evenkeel.rollout.trajectory import FinishReason, KeptTokens
 from tests.actors.cases import group, prompt, stored, trajectory
 from tests.actors.service.service_scene import GROUPS, ROLLOUT, ServiceScene, answered, code, play, routes
 
@@ -56,6 +57,39 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
         assert torch.equal(experts, expected)
         trained = batch.token_ids[batch.loss_mask].tolist()
         assert trained == [token for ticket in tickets for t in answered(ticket).trajectories for token in t.response_ids]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("preset", ["decoupled-ppo", "split-tis"])
+def test_kept_sets_go_to_every_forward(preset: str) -> None:
+    """Under top-p all policies are normalised over the set that a token was drawn from; the logprobs of a forward that doesn't have the
+    sets would be of the whole vocabulary. Every second token here has one of three tokens."""
+
+    async def scenario() -> None:
+        rollout = ROLLOUT.model_copy(update={"sampling": ROLLOUT.sampling.model_copy(update={"top_p": 0.9})})
+        scene = ServiceScene(preset=preset, rollout=rollout)
+        tickets = await scene.admit(0, GROUPS)
+        waiting = asyncio.create_task(scene.next_batch(0))
+        for ticket in tickets:
+            answers = answered(ticket).trajectories
+            rows = [[[one, 200, 201] if i % 2 else [] for i, one in enumerate(t.response_ids)] for t in answers]
+            sets = [replace(t, kept_tokens=KeptTokens.of(row)) for t, row in zip(answers, rows, strict=True)]
+            await scene.put(replace(answered(ticket), trajectories=tuple(sets)))
+        prepared = await waiting
+        trained = prepared.corrected.batch
+        for _, batch in [*scene.learner.asked, (0, trained)]:
+            counts = batch.with_wide_fields().kept_counts
+            assert counts is not None and set(counts[batch.loss_mask].tolist()) == {0, 3} and not counts[~batch.loss_mask].any()
+        assert scene.learner.asked
+        shown = (await scene.observe(prepared)).tokens
+        assert shown is not None
+        own = shown.columns["sampled"]
+        assert set(shown.columns["kept_set"][own].tolist()) == {0, 3} and not shown.columns["kept_set"][~own].any()
+        assert np.all((shown.columns["kept_set"][own] == 3) == (shown.columns["token_ids"][own] % 2 == 1)), (
+            "every second one's, in its place"
+        )
+        scene.stop()
 
     play(scenario)
 

@@ -6,12 +6,15 @@ import asyncio
 import gc
 import math
 import threading
+import urllib.request
 import weakref
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
 from evenkeel.actors.carriers import PreparedBatch
@@ -168,6 +171,22 @@ def test_the_monitor_follows_steps_and_warns(monkeypatch: pytest.MonkeyPatch) ->
     play(scenario)
 
 
+def test_the_service_has_an_endpoint_of_its_own_and_says_where_with_its_first_numbers() -> None:
+    """Its memory grows with the batch; nobody else could say how far."""
+
+    async def scenario() -> None:
+        scene = ServiceScene(steps=1)
+        first, second = [await scene.observe(await scene.batch(version)) for version in (0, 1)]
+        assert first.info is not None and first.info == second.info and first.info.key == "correction-0"
+        with urllib.request.urlopen(f"http://{first.info.target}/metrics") as answer:
+            families = {one.name: one.samples for one in text_string_to_metric_families(answer.read().decode())}
+        assert families["evenkeel_time_diagnose_seconds"][0].value == second.seconds
+        assert families["process_resident_memory_bytes"][0].value > 1e8, "torch alone takes more"
+        scene.stop()
+
+    play(scenario)
+
+
 def test_a_resumed_service_warns_where_the_first_would_have() -> None:
     """Step 12 needs the nine steps before the checkpoint: a monitor that began anew would still be learning what is usual."""
     thresholds = MonitorConfig(skip_steps=0, baseline_steps=8, level_steps=3, jump_steps=3, trend_steps=8, patience=1)
@@ -258,6 +277,83 @@ def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
         assert numbers["split_tokens"] == tokens
         assert numbers["split_mismatch_k3_kl"] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-5)
         assert numbers["split_staleness_k3_kl"] == pytest.approx(math.expm1(0.4) - 0.4, rel=1e-5)
+        scene.stop()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_correction_by_mismatch_has_every_stale_token_scored_at_its_own_weights(steps: int) -> None:
+    """Of each version a copy is kept until no batch can have tokens of it, and never more than max_staleness. Batch 2 has groups of
+    versions 0, 1 and 2: of the last pi_prox stands for pi_v, and of all others the parts of the gap are told. No sample is asked for."""
+
+    async def scenario() -> None:
+        monitor = EarlyWarningConfig(detailed=False, split_every=1)
+        scene = ServiceScene(steps=steps, preset="split-tis", max_staleness=2, monitor=monitor)
+        kept = []
+        for version in range(4):
+            tickets = await scene.admit(version * GROUPS, (version + 1) * GROUPS)
+            ages = [i % 3 if version == 2 else 0 for i in range(GROUPS)]
+            waiting = asyncio.create_task(scene.next_batch(version))
+            await scene.put(*[answered(replace(one, admitted_version=version - age)) for one, age in zip(tickets, ages, strict=True)])
+            prepared = await waiting
+            kept.append(set(scene.learner.kept))
+            if version == 2:
+                mixed, observation = prepared, await scene.observe(prepared, gap=0.5)
+            scene.books.advance(version + 1, [g.group_id for g in prepared.groups])
+        assert kept == [{0}, {0, 1}, {1, 2}, {2, 3}]
+        batch = mixed.corrected.batch
+        expected = torch.tensor([-0.9, -0.8, torch.nan])[batch.weight_versions.clamp(min=0)]
+        trained = batch.loss_mask
+        assert set(batch.weight_versions[trained].tolist()) == {0, 1, 2}
+        torch.testing.assert_close(batch.at_sampling_logprobs[trained], expected[trained], equal_nan=True)
+        if steps == 2:
+            stale = trained & (batch.weight_versions < 2)
+            torch.testing.assert_close(mixed.corrected.importance_weights[stale], (expected + 1).exp()[stale])
+            fresh = (batch.proximal_logprobs + 1).exp().clamp(max=2)[trained & ~stale]
+            torch.testing.assert_close(mixed.corrected.importance_weights[trained & ~stale], fresh)
+        numbers, stale = observation.diagnostics, trained & (batch.weight_versions < 2)
+        assert numbers["split_tokens"] == int(stale.sum()) > 0
+        gaps = (expected + 1)[stale].double()
+        assert numbers["split_mismatch_k3_kl"] == pytest.approx(float((gaps.expm1() - gaps).mean()), rel=1e-5)
+        assert observation.tokens is not None
+        of, own = observation.tokens.columns, observation.tokens.columns["sampled"]
+        then = np.array([-0.9, -0.8, np.nan])[of["versions"][own]]
+        then = np.where(np.isnan(then), of["proximal"][own], then)
+        assert of["at_sampling"][own] == pytest.approx(then) and np.isnan(of["at_sampling"][~own]).all(), "what is kept for people says so"
+        scene.stop()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("split_every", [0, 5])
+def test_copies_of_weights_are_freed_when_an_alarm_puts_another_correction_in_place(split_every: int) -> None:
+    """Each is a whole model in every rank's memory. The batch that is begun keeps its correction; of the next one on none is needed, but
+    for a later batch whose gap is split: that of version 5 may have tokens of 3 and 4."""
+
+    async def scenario() -> None:
+        monitor = EarlyWarningConfig(detailed=False, split_every=split_every)
+        scene = ServiceScene(steps=2, preset="split-tis", max_staleness=2, monitor=monitor)
+        kept = []
+        for version in range(5):
+            await scene.batch(version)
+            kept.append(set(scene.learner.kept))
+            if version == 2:
+                await scene.source.switch(CorrectionConfig(preset="mis-token"))
+        assert kept[:4] == [{0}, {0, 1}, {1, 2}, {2, 3}]
+        assert kept[4] == (set() if split_every == 0 else {3, 4})
+        scene.stop()
+
+    play(scenario)
+
+
+def test_without_stale_tokens_a_correction_by_mismatch_asks_no_forward() -> None:
+    """One optimizer step, synchronous: the batch is ready before the learner comes for it, and nothing is kept."""
+
+    async def scenario() -> None:
+        scene = ServiceScene(steps=1, preset="split-mis", max_staleness=0)
+        batch = (await scene.batch(0)).corrected.batch
+        assert bool(batch.at_sampling_logprobs.isnan().all()) and not scene.learner.asked and not hasattr(scene.learner, "kept")
         scene.stop()
 
     play(scenario)

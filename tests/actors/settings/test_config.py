@@ -217,3 +217,10 @@ def test_a_record_of_another_version_is_refused_in_a_sentence(tmp_path: Path) ->
     (tmp_path / "evenkeel_init.json").write_text('{"init": {"sequences": 3}}')
     with pytest.raises(ConfigError, match=r"evenkeel_init.json: not what this version writes .* Make the model anew"):
         read_record(tmp_path)
+
+
+def test_advantages_by_turn_need_an_environment() -> None:
+    with pytest.raises(ConfigError, match=r"advantage.level = turn without an environment: nothing returns rewards by turn"):
+        small("correction.advantage.level=turn")
+    config = load_config(RunConfig, ROOT / "recipes/nano_calculator.yaml", ["correction.advantage.level=turn"])
+    assert config.correction.advantage.of_group == CorrectionConfig(preset="tis-token").advantage.of_group

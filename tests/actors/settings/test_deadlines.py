@@ -147,3 +147,12 @@ def test_bytes_are_those_of_the_weights(tmp_path: Path) -> None:
     for name, size in (("model-1.safetensors", 70), ("model-2.safetensors", 30), ("tokenizer.json", 1000)):
         (tmp_path / name).write_bytes(bytes(size))
     assert bytes_of(tmp_path) == 100 and bytes_of(tmp_path / "none") == 0
+
+
+def test_a_group_waits_for_its_turns_and_for_its_environment() -> None:
+    """Of eight turns, each may wait for the engine as long as an answer may; and the environment for its time, twice if it is repeated."""
+    environment = {"path": "my_environment:Calculator", "max_turns": 8, "max_tool_s": 900.0}
+    config = with_deadlines(run_config(reward={"kind": "environment"}, environment=environment), 10**9)
+    limit_s = group_s(config.rollout)
+    assert limit_s > 8 * config.rollout.engine.deadlines.generate_s + 2 * 900
+    assert limit_s <= config.deadlines.evaluation_s and 2 * limit_s < config.deadlines.batch_s

@@ -30,6 +30,7 @@ from evenkeel.actors.settings.devices import (
 from evenkeel.actors.settings.environment import OF_BATCHES, learner_environment, worker_environment
 from evenkeel.actors.settings.resolve import with_devices
 from evenkeel.correction.errors import ConfigError
+from evenkeel.engines import machine
 from evenkeel.engines.machine import ON_CPU
 from evenkeel.recipe import load_config
 from tests.actors.cases import prompt
@@ -237,7 +238,7 @@ def test_an_engine_of_several_ranks_asks_for_as_many_gpus_and_has_them(monkeypat
 
     monkeypatch.setattr(workers, "ray", SimpleNamespace(remote=lambda _: SimpleNamespace(options=options)))
     monkeypatch.setattr(workers, "lower_priority", lambda _: None)
-    workers.create("0", worker_settings(config("rollout.engine.tensor_parallel=2"), Path("model"), prompt(0)), None)
+    workers.create("0", worker_settings(config("rollout.engine.tensor_parallel=2"), Path("model"), [prompt(0)]), None)
     assert (asked["num_gpus"], asked["num_cpus"]) == (2, 2)
     check_received("rollout worker 0", 2.0, [1, 3])
     with pytest.raises(ConfigError, match=r"rollout worker 0: asked Ray for 2 GPUs and got \[1\]"):
@@ -353,3 +354,22 @@ def test_a_cluster_that_is_asked_what_auto_means_is_not_judged_by_the_drivers_ow
     gpus(monkeypatch, 8)
     for devices in ((), ("rollout.engine.device=cuda",), ("rollout.engine.device=cpu",)):
         check_gpus_to_come(load_config(RunConfig, RECIPE, ["ray.address=10.0.0.1:6379", "learner.data_parallel=4", *devices]), 0, 0)
+
+
+@pytest.mark.parametrize(("instructions", "dtype"), [("avx512_bf16", "bfloat16"), ("amx_bf16", "bfloat16"), (None, "float32")])
+def test_bfloat16_where_the_processor_multiplies_in_it(monkeypatch: pytest.MonkeyPatch, instructions: str | None, dtype: str) -> None:
+    """Both sides alike: an engine's type that is left open is the learner's."""
+    monkeypatch.setattr(machine, "fast_bfloat16", lambda: instructions)
+    given = load_config(RunConfig, RECIPE, ["learner.dtype=bfloat16_if_fast", "learner.device=cpu", "rollout.engine.device=cpu"])
+    decided = with_devices(given, has_gpu=False)
+    assert (decided.learner.dtype, decided.rollout.engine.dtype) == (dtype, dtype)
+
+
+def test_instructions_are_those_that_torch_finds() -> None:
+    """torch asks the processor itself (CPUID), not Linux."""
+    if not Path("/proc/cpuinfo").is_file() or not torch.backends.mkldnn.is_available():
+        pytest.skip("not Linux, or a torch without oneDNN")
+    has_x86 = torch.cpu._is_avx512_bf16_supported()
+    if machine.fast_bfloat16() == "bf16":
+        pytest.skip("an Arm processor: torch has no word for its instructions")
+    assert (machine.fast_bfloat16() is not None) == has_x86

@@ -26,7 +26,8 @@ def played(questions: int, samples: int, *, workers: int, slots: int, samples_pe
     work.add_questions(parts)
     left, waves = {part: part.size for part in parts}, 0
     takers: list[Any] = [
-        SimpleNamespace(name="0", groups=set(), questions=0, queue=deque([None] * slots * samples_per_group)) for _ in range(workers)
+        SimpleNamespace(name="0", groups=set(), in_slots=set(), questions=0, queue=deque([None] * slots * samples_per_group))
+        for _ in range(workers)
     ]
     while any(left.values()):
         for taker, part in work.take(book, takers, takers):

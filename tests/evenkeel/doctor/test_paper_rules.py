@@ -37,6 +37,7 @@ FOUR = "learner.tensor_parallel=4 learner.data_parallel=1"
 NO_HUB = f"rollout.task.path={RECIPES}"  # a folder, without rows: nothing is looked for on the hub
 ARGS, BACKEND = "rollout.engine.engine_args", "rollout.engine.attention_backend"
 ENGINES = "rollout.engine.device=cpu rollout.engine.dtype=bfloat16 weight_sync.transport=object_store"
+SPLIT = "correction.preset=split-tis"
 FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_running_requests"
 
 
@@ -55,6 +56,9 @@ FRACTION, REQUESTS = "rollout.engine.memory_fraction", "rollout.engine.max_runni
         (f"{IN_FLOAT32} {ALONE}", {"host_bytes": 16 << 30}, "fail", "of the 16 GiB that this machine or con", "smaller model"),
         (f"{IN_FLOAT32} {ALONE}", {"host_bytes": 500 << 30}, "warn", "of the 500 GiB that this machine or con", "more memory"),
         (ENGINES, {"host_bytes": 48 << 30}, "fail", "of the 48 GiB that this machine or container has outside its GPUs: ", "smaller model"),
+        # Four copies, in each of four ranks, of half a model: 122 GiB, whatever else there is.
+        (f"{SPLIT} max_staleness=4", {"host_bytes": 120 << 30}, "fail", "earlier weights 122 GiB", "Lower max_staleness"),
+        (f"{SPLIT} max_staleness=4", {"host_bytes": 128 << 30}, "warn", "earlier weights 122 GiB", "Lower max_staleness"),
         ("learner.routing_replay=rollout", {}, "fail", "routing_replay = rollout: qwen3 has no experts", "none"),
         (RECOMPUTED, {}, "fail", "routing_replay = recompute: qwen3 has no experts", "none"),
         ("learner.moe_aux_loss_coefficient=0.001", {}, "fail", "moe_aux_loss_coefficient = 0.001: qwen3 has no experts", "Set it to 0"),

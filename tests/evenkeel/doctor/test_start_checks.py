@@ -245,7 +245,7 @@ def test_the_context_is_decided_by_the_model_s_folder_and_a_longer_one_is_refuse
         engine = config.rollout.engine
         assert (engine.resolved_context, engine.sglang_arguments("m", 0)["context_length"]) == (found, found)
         assert engine.max_total_tokens == min(65_536, engine.max_running_requests * found)
-        assert config.rollout.longest_prompt == found - config.rollout.sampling.max_tokens - 2
+        assert config.rollout.longest_prompt(config.rollout.only_entry) == found - config.rollout.sampling.max_tokens - 2
     longer = [f"rollout.engine.context_length={of_model + 1}"]
     for more, said in ((longer, "more than the model's context"), ([f"rollout.sampling.max_tokens={of_model}"], "no room for a prompt")):
         context = [] if more is longer else ["rollout.engine.context_length=null"]

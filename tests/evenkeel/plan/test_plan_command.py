@@ -57,6 +57,15 @@ def test_the_engines_of_an_elastic_pool_are_those_it_begins_with(tmp_path: Path)
     assert "engines: 2 (up to 4)" in printed(str(path), f"model={save_config(tmp_path, QWEN3_8B)}")
 
 
+def test_the_command_says_what_telling_mismatch_and_staleness_apart_costs(tmp_path: Path) -> None:
+    """Four ranks of half a model each keep two copies of 7.63 GiB of weights; synchronous there is nothing to tell apart."""
+    words = (str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}", "correction.preset=split-tis")
+    said = printed(*words, "max_staleness=2")
+    assert "at most 2: free while the learner waits for rollouts" in said and "2 earlier versions in each rank's host memory" in said
+    assert "earlier weights 61 GiB" in said
+    assert "earlier version" not in printed(*words, "max_staleness=0")
+
+
 def test_the_command_says_in_words_what_it_has_in_numbers(tmp_path: Path) -> None:
     words = [str(RECIPES / "qwen3_8b_8gpu.yaml"), f"model={save_config(tmp_path, QWEN3_8B)}"]
     found = json.loads(CliRunner().invoke(app, ["plan", *words, "--json"]).stdout)

@@ -1,4 +1,4 @@
-"""Memory of the hosts, compared with what structures really take and what a process was seen to."""
+"""Memory of the hosts, compared with what structures really take and, slow, what a process was seen to."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from evenkeel.plan.hosts import (
     CORRECTED,
     CUDA,
     DIAGNOSED,
+    EARLIER,
     MODULES,
     OF_ENGINES,
     OF_LEARNER,
@@ -35,6 +36,7 @@ from evenkeel.plan.layouts import Gpus
 from evenkeel.plan.memory import engine_memory
 from evenkeel.plan.shape import ModelShape
 from evenkeel.recipe import load_config
+from evenkeel.rollout.trajectory import KeptTokens
 from evenkeel.rollout.wide_fields import fields_of, split_wide_fields
 from tests.actors.groups.test_wide_groups import tickets, wide_group
 from tests.actors.known_models import QWEN3_8B, QWEN3_30B_A3B
@@ -76,6 +78,12 @@ def test_wide_fields_are_as_large_as_what_holds_them() -> None:
     own = fields.topk_ids.nbytes + fields.topk_logprobs.nbytes  # type: ignore[union-attr]
     assert wide_bytes(DENSE, topk) / 20 * fields.topk_ids.numel() == own
     assert wide_bytes(DENSE, topk, id_bytes=8) == 20 * (8 + 4) and wide_bytes(DENSE, recipe("qwen3_8b_8gpu")) == 0
+    sets = fields_of(replace(one, kept_tokens=KeptTokens.of([range(20)] * len(one.response_ids))))
+    own, top_k = sets.kept_counts.nbytes + sets.kept_ids.nbytes, "rollout.sampling.top_k=20"  # type: ignore[union-attr]
+    assert wide_bytes(DENSE, recipe("qwen3_8b_8gpu", top_k)) * len(one.response_ids) == own, "top_k alone leaves so many of every token"
+    for words, most in (("top_p=0.9", 64), ("min_p=0.1", 64), ("top_k=1000000", DENSE.vocabulary)):
+        assert wide_bytes(DENSE, recipe("qwen3_8b_8gpu", f"rollout.sampling.{words}")) == 4 + 4 * most
+    assert wide_bytes(DENSE, recipe("qwen3_8b_8gpu", "rollout.sampling.top_p=0.9", top_k)) == 4 + 4 * 20
     (light,) = split_wide_fields(wide_group(ticket))[0].trajectories[:1]
     assert light.route_keys is not None and light.route_keys.itemsize * len(light.route_keys) == 4 * len(one.prompt_ids)
     assert key_bytes(EXPERTS, routed) == 4 * prompt_tokens(EXPERTS, routed) and key_bytes(DENSE, topk) == 0
@@ -87,6 +95,7 @@ def seen(what: str, tokens: int, environment: dict[str, str]) -> list[float]:
     return [float(one) for one in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_what_the_service_takes_of_a_batch_is_what_a_process_was_seen_to_take() -> None:
     """Packed, corrected and looked at, at its most: 115 to 149 bytes a token, as its heap has holes or not; 8 + 34 + 105 are counted."""
     counted = host_memory.ANSWER + CORRECTED + DIAGNOSED
@@ -94,12 +103,14 @@ def test_what_the_service_takes_of_a_batch_is_what_a_process_was_seen_to_take() 
     assert 0.7 * counted < most < 1.1 * counted
 
 
+@pytest.mark.slow
 def test_in_the_services_environment_a_batch_gets_the_memory_of_those_before_it() -> None:
     """Less than one new page in a thousand tokens, some 40 without: each is zeroed by the kernel, and costs a fault."""
     (own,), (without,) = seen("pages", 100_000, OF_SERVICE), seen("pages", 100_000, {})
     assert own < 0.2 * without
 
 
+@pytest.mark.slow
 def test_modules_are_what_a_rank_imports() -> None:
     code = "import evenkeel.learner.learner_rank, psutil; print(psutil.Process().memory_info().rss)"
     done = subprocess.run([sys.executable, "-c", code], cwd=RECIPES.parent, capture_output=True, text=True, check=True)
@@ -120,12 +131,14 @@ def test_one_node_has_every_role() -> None:
     (in_large,) = dense("weight_sync.bucket_bytes=1500000000")
     assert in_large.parts["buckets in shared memory"] == 4 * 2 * 1_500_000_000
     assert whole.parts[OF_LEARNER] == whole.parts[OF_ENGINES] == whole.parts["engines' KV caches"] == 0, "they are on GPUs"
-    assert whole.parts["reference policy"] == whole.parts["earlier weights (monitor.split_every)"] == 0
+    assert whole.parts["reference policy"] == whole.parts[EARLIER] == 0
     (by_broadcast,) = dense("weight_sync.transport=broadcast")
     assert by_broadcast.parts["versions in the object store"] == 2 * version, "while an engine joins"
     (kept,) = dense("learner.report_kl_every=1", "monitor.split_every=10", "max_staleness=3")
     own = 4 * 2 * (DENSE.parameters // 2 + (2 * 36 * 4096 + 36 * 256 + 4096) // 2)
-    assert kept.parts["reference policy"] == own and kept.parts["earlier weights (monitor.split_every)"] == 3 * own
+    assert kept.parts["reference policy"] == own and kept.parts[EARLIER] == 3 * own
+    (by_correction,) = dense("correction.preset=split-tis", "max_staleness=2")
+    assert by_correction.parts[EARLIER] == 2 * own
     assert str(whole).startswith("copy for a checkpoint 122 GiB, versions in the object store 30.5 GiB")
 
 

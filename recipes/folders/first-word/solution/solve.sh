@@ -1,0 +1,2 @@
+#!/bin/bash
+cut -d' ' -f1 notes.txt > answer.txt

@@ -1,0 +1,4 @@
+#!/bin/bash
+# Runs in /app, after the last command.
+[ "$(cat answer.txt)" = "heron" ] && right=1
+echo ${right:-0} > /logs/verifier/reward.txt

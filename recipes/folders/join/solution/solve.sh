@@ -1,0 +1,2 @@
+#!/bin/bash
+cat a.txt b.txt > answer.txt

@@ -1,0 +1,1 @@
+"""The agent's door: rollouts by programs that talk to a URL."""

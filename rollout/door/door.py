@@ -1,0 +1,265 @@
+"""The HTTP server of a rollout worker: a base URL and a key for each rollout.
+
+    POST /sessions/ID/v1/chat/completions    OpenAI's form, streamed or not
+    GET  /sessions/ID/v1/models
+    POST /sessions/ID/inference/v1/generate  token ids in, token ids with logprobs out; also without /sessions/ID, by the key alone
+
+It listens on loopback, and answers nobody without the session's key. Keys are in no URL and in no log: nothing of a request is logged.
+A stream begins at once and says that it lives; its turn comes in one piece, when the model has ended it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.door.conversation import Conversation, RefusedRequest, Turn
+from evenkeel.rollout.door.requests import chat_request, token_request
+from evenkeel.rollout.tasks.chat import ChatEncoder
+
+log = logging.getLogger("evenkeel.door")
+LARGEST_BODY_BYTES = 32 << 20
+"""Of a request. A conversation of 256,000 tokens has about a megabyte."""
+_HOST = "127.0.0.1"
+# aiohttp's own would write down the line of a request that is no HTTP, its key included.
+_QUIET = logging.Logger("the door's server", logging.CRITICAL + 1)
+_SIGN_OF_LIFE_S = 10.0
+# Ended sessions that are told from those that never were.
+_REMEMBERED = 10_000
+_LOST = "this session has ended: its agent is over, or the run has given it up"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an agent finds its session."""
+
+    base_url: str
+    """As OpenAI's clients take it."""
+    key: str
+    """For the header Authorization: Bearer KEY."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    conversation: Conversation
+    key: str
+    how: AnswerSampling
+
+
+class Door:
+    """Sessions by their ids. All belong to the event loop on which it was opened."""
+
+    def __init__(self, model: str, encoder: ChatEncoder) -> None:
+        """Args: model: the name that agents ask for. Use Door.opened."""
+        self.model, self._encoder = model, encoder
+        self._open: dict[str, _Open] = {}
+        # id -> key of sessions that have ended, the oldest first.
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        app = web.Application(middlewares=[self._guarded], client_max_size=LARGEST_BODY_BYTES)
+        app.add_routes(
+            [
+                web.post("/sessions/{id}/v1/chat/completions", self._chat),
+                web.get("/sessions/{id}/v1/models", self._models),
+                web.post("/sessions/{id}/inference/v1/generate", self._generate),
+                web.post("/inference/v1/generate", self._generate),
+            ]
+        )
+        self._runner = web.AppRunner(app, handle_signals=False, access_log=None, logger=_QUIET, shutdown_timeout=1.0)
+        self._port = 0
+
+    @classmethod
+    async def opened(cls, model: str, encoder: ChatEncoder) -> Door:
+        """A door on a free port of loopback. Raises: OSError."""
+        door = cls(model, encoder)
+        await door._runner.setup()
+        listener = socket.create_server((_HOST, 0))
+        door._port = listener.getsockname()[1]
+        await web.SockSite(door._runner, listener).start()
+        return door
+
+    async def close(self) -> None:
+        """End all sessions and the server."""
+        for session in list(self._open):
+            self._end(session)
+        await self._runner.cleanup()
+
+    def admit(self, conversation: Conversation, how: AnswerSampling) -> Address:
+        """Open a session. Args: how: it is sampled."""
+        session, key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        self._open[session] = _Open(conversation, key, how)
+        return Address(f"http://{_HOST}:{self._port}/sessions/{session}/v1", key)
+
+    def end(self, address: Address) -> None:
+        """End a session, and the turn under way."""
+        self._end(address.base_url.split("/")[-2])
+
+    def _end(self, session: str) -> None:
+        if (found := self._open.pop(session, None)) is not None:
+            found.conversation.end()
+            self._ended[session] = found.key
+            if len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Whatever happens, an answer of one sentence in OpenAI's form."""
+        try:
+            return await handler(request)
+        except RefusedRequest as error:
+            return _error(str(error), error.status, error.code)
+        except web.HTTPRequestEntityTooLarge:
+            return _error(f"the body has more than the {LARGEST_BODY_BYTES} bytes that the door takes", 413)
+        except web.HTTPException as error:
+            return _error(
+                f"{request.method} here: {error.reason}; the door has /sessions/ID/v1/chat/completions and .../v1/models", error.status
+            )
+        except ConnectionError:  # the client has gone; aiohttp knows what to do
+            raise
+        except Exception as error:
+            log.exception("a request of a session")
+            return _error(f"the door failed: {type(error).__name__}", 500)
+
+    def _session(self, request: web.Request) -> _Open:
+        """Raises: RefusedRequest."""
+        if request.headers.get("Host") not in (f"{_HOST}:{self._port}", f"localhost:{self._port}"):
+            raise RefusedRequest("the Host header names another place: a page of somebody else's asks, or a proxy rewrites it", status=403)
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            by_key = (name for name, one in self._open.items() if _same(one.key, key))
+            session = request.match_info.get("id") or next(by_key, "")
+            found = self._open.get(session)
+            if found is not None and _same(found.key, key):
+                return found
+            if session in self._ended and _same(self._ended[session], key):
+                raise RefusedRequest(_LOST, status=410)
+        raise RefusedRequest("no session has this id and key; the key goes into the header Authorization: Bearer KEY", status=401)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "evenkeel"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        with _refusals_of(session.conversation):
+            asked = chat_request(await _body(request), self.model, session.how)
+            turn = session.conversation.chat(asked.messages, asked.tools, max_tokens=asked.max_tokens)
+            if not asked.is_streamed:
+                return web.json_response(self._completion(await _ended(turn), has_logprobs=asked.has_logprobs))
+            return await self._streamed(request, turn, has_logprobs=asked.has_logprobs, has_usage=asked.has_usage)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        with _refusals_of(session.conversation):
+            asked = token_request(await _body(request), self.model, session.how, self._encoder.ends.ids)
+            turn = await _ended(session.conversation.generate(asked.ids, max_tokens=asked.max_tokens))
+        content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in zip(turn.ids, turn.logprobs, strict=True)]
+        choice = {"index": 0, "token_ids": list(turn.ids), "finish_reason": _finish(turn), "logprobs": {"content": content}}
+        return web.json_response({"request_id": secrets.token_hex(8), "choices": [choice], "usage": _usage(turn)})
+
+    async def _streamed(self, request: web.Request, turn: asyncio.Task[Turn], *, has_logprobs: bool, has_usage: bool) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        while not (await asyncio.wait({turn}, timeout=_SIGN_OF_LIFE_S))[0]:
+            await response.write(b": sampling\n\n")
+        try:
+            whole = self._completion(await _ended(turn), has_logprobs=has_logprobs)
+        except RefusedRequest as error:
+            await _send(response, _error_body(str(error), error.code))
+            return response
+        usage = whole.pop("usage")
+        (choice,) = whole.pop("choices")
+        chunk = {**whole, "object": "chat.completion.chunk"}
+        delta = choice["message"]
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        said = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+        for part in (said, {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}):
+            await _send(response, chunk | {"choices": [part]})
+        if has_usage:
+            await _send(response, chunk | {"choices": [], "usage": usage})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _completion(self, turn: Turn, *, has_logprobs: bool) -> dict[str, Any]:
+        """OpenAI's chat.completion."""
+        logprobs: dict[str, Any] | None = None
+        if has_logprobs:
+            named = zip(map(self._encoder.name_of, turn.ids), turn.logprobs, strict=True)
+            logprobs = {"content": [{"token": name, "logprob": logprob, "bytes": None, "top_logprobs": []} for name, logprob in named]}
+        finish = "tool_calls" if turn.message.get("tool_calls") else _finish(turn)
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": [{"index": 0, "message": dict(turn.message), "finish_reason": finish, "logprobs": logprobs}],
+            "usage": _usage(turn),
+        }
+
+
+@contextlib.contextmanager
+def _refusals_of(conversation: Conversation) -> Iterator[None]:
+    """A block whose refusals the conversation remembers, for the people who read why its agent gave up."""
+    try:
+        yield
+    except RefusedRequest as error:
+        conversation.refusal = str(error)
+        raise
+
+
+async def _body(request: web.Request) -> Any:
+    """Raises: RefusedRequest."""
+    try:
+        return json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(f"the body is no JSON ({error})") from error
+
+
+async def _ended(turn: asyncio.Task[Turn]) -> Turn:
+    """The turn; it goes on if the request for it is given up. Raises: RefusedRequest."""
+    await asyncio.wait({turn})
+    if turn.cancelled():
+        raise RefusedRequest(_LOST, status=410)
+    return turn.result()
+
+
+def _same(key: str, given: str) -> bool:
+    return hmac.compare_digest(key.encode(), given.encode(errors="surrogateescape"))
+
+
+def _finish(turn: Turn) -> str:
+    return "length" if turn.is_cut else "stop"
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    return {"prompt_tokens": turn.read_tokens, "completion_tokens": len(turn.ids), "total_tokens": turn.read_tokens + len(turn.ids)}
+
+
+def _error_body(message: str, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+def _error(message: str, status: int, code: str | None = None) -> web.Response:
+    return web.json_response(_error_body(message, code), status=status)
+
+
+async def _send(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
+    await response.write(f"data: {json.dumps(event)}\n\n".encode())

@@ -1,0 +1,42 @@
+"""Calls of tools in what a model said, read by SGLang's own parsers for the families that have one."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evenkeel.correction.errors import ConfigError
+from evenkeel.rollout.door.conversation import Calls, ToolCall
+
+log = logging.getLogger("evenkeel.door")
+
+
+def check_parser(parser: str) -> None:
+    """Raises: ConfigError for a name that SGLang doesn't have."""
+    from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
+
+    if parser not in TOOL_CALL_PARSER_NAMES:
+        near = difflib.get_close_matches(parser, TOOL_CALL_PARSER_NAMES, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"it has {', '.join(TOOL_CALL_PARSER_NAMES)}"
+        raise ConfigError(f"rollout.agent.tool_parser = {parser}: SGLang has no such parser", remedy=remedy)
+
+
+def calls_of(parser: str) -> Calls:
+    """What finds the calls. Args: parser: SGLang's name of the family's format. Raises: as check_parser."""
+    check_parser(parser)
+    from sglang.srt.entrypoints.openai.protocol import Tool  # seconds
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    def found(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+        try:
+            rest, calls = FunctionCallParser([Tool(**tool) for tool in tools], parser).parse_non_stream(text)
+        except Exception:  # of a model's text, or an agent's own description of its tools, as the parser can't read it: all is text
+            log.warning("tool calls: the parser %s failed on a turn, which counts as text", parser, exc_info=True)
+            calls = []
+        if not calls:  # of half a call SGLang would give nothing at all
+            return text, []
+        return rest, [ToolCall(call.name or "", call.parameters) for call in calls]
+
+    return found

@@ -1,0 +1,171 @@
+"""The Grafana board: what its code makes, each of its queries asked of a real Prometheus, and the script that starts both.
+
+No Grafana can be had where evenkeel is tested: its JSON is made by Grafana's own package, and was looked at by none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+from ray.cluster_utils import Cluster
+
+from deploy.grafana.board import BOARD, ROWS, board, threshold
+from evenkeel.actors.metrics.catalogue import CATALOGUE, COUNTERS, Kind, Unit
+from evenkeel.actors.metrics.exporter import DiscoveryServer, MetricsEndpoint
+from evenkeel.actors.metrics.step_metrics import StepMetrics, members
+from evenkeel.actors.record.run_folder import RunFolder
+from lab.ports import free_port
+from tests.actors.metrics.real_prometheus import ROOT, Ask, needs_prometheus, real_prometheus, until
+from tests.ray_sessions import leave_ray
+
+QUERIES = {f"{panel.title}: {legend}": query for panels in ROWS.values() for panel in panels for legend, query in panel.queries.items()}
+PLAIN = re.compile(r'(evenkeel_\w+)\{instance="\$run"\}')
+BY_NAME = {metric.prometheus_name + "_total" * (metric.kind is Kind.COUNTER): metric for metric in CATALOGUE.values()}
+
+
+def test_the_file_is_what_the_code_makes() -> None:
+    assert BOARD.read_text() == board(), "run: make docs"
+    made = json.loads(board())
+    drawn = [panel for panel in made["panels"] if panel["type"] != "row"]
+    assert [panel["title"] for panel in made["panels"] if panel["type"] == "row"] == list(ROWS)
+    assert sorted(target["expr"] for panel in drawn for target in panel["targets"]) == sorted(QUERIES.values())
+    assert {variable["name"] for variable in made["templating"]["list"]} == {"run", "source"}
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in drawn), "within the board"
+
+
+@pytest.mark.parametrize(
+    ("alert", "value"),
+    [
+        ("EvenkeelAlarm", 2.0),
+        ("EvenkeelWatch", 1.0),
+        ("EvenkeelCheckpointOld", 21_600.0),
+        ("EvenkeelLoopLate", 1.0),
+        ("EvenkeelMemoryFull", 0.92),
+        ("EvenkeelNoWorkers", 0.0),
+        ("EvenkeelWentBack", 0.0),
+    ],
+)
+def test_a_line_is_drawn_where_the_alert_fires(alert: str, value: float) -> None:
+    (panel,) = (panel for panels in ROWS.values() for panel in panels if alert in panel.alerts)
+    (drawn,) = (one for one in json.loads(board())["panels"] if one["title"] == panel.title)
+    assert threshold(alert) == value
+    assert value in [step["value"] for step in drawn["fieldConfig"]["defaults"]["thresholds"]["steps"]]
+
+
+def test_each_alert_that_compares_with_a_number_has_its_line() -> None:
+    """The others compare two series, which are drawn both, or say that a run is gone or stands."""
+    rules = [rule["alert"] for group in yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+    drawn = {alert for panels in ROWS.values() for panel in panels for alert in panel.alerts}
+    assert set(rules) - drawn == {"EvenkeelRunGone", "EvenkeelRunStands", "EvenkeelPoolShort", "EvenkeelUnscored"}
+
+
+def test_a_panel_has_one_unit() -> None:
+    for panels in ROWS.values():
+        for panel in panels:
+            names = [found[1] for query in panel.queries.values() if (found := PLAIN.fullmatch(query))]
+            units = {BY_NAME[name].unit for name in names}
+            assert len(units - {Unit.ONE}) <= 1, (panel.title, units)
+
+
+@needs_prometheus
+def test_each_query_has_a_series_and_the_value_of_metrics_jsonl(tmp_path: Path) -> None:
+    """Of a run in which everything has happened that a metric tells of: each metric has a number of its own, so that one query in the place
+    of another shows. Numbers of Ray and of engines alone aren't there (tests/rollout/test_engine_metrics.py)."""
+    names = [metric.name + part for metric in CATALOGUE.values() for part in (_parts(metric.name) if metric.is_family else [""])]
+    numbers = {name: index + 0.25 for index, name in enumerate(names) if name != "step"}
+    driver, worker, discovery = MetricsEndpoint("controller", "0"), MetricsEndpoint("rollout", "0"), DiscoveryServer()
+    try:
+        for one in (driver, worker):
+            discovery.register(f"{one.labels['role']}-0", one.target, one.labels)
+        with RunFolder.create(tmp_path / "run", "x") as folder, real_prometheus(discovery.url, tmp_path) as ask:
+            folder.write_text("config.yaml", "steps: 10\n")
+            driver.publish(dict.fromkeys(COUNTERS, 0.0) | {"step": 1})
+            assert until(lambda: bool(ask("evenkeel_step"))), "scraped once with all counters at 0"
+            folder.append_metrics(metrics := StepMetrics(2, numbers))
+            driver.publish(metrics)
+            assert until(lambda: [value for _, value in ask("evenkeel_step")] == [2.0])
+            (line,) = folder.read_metrics()
+            _compare(ask, driver.target, line)
+    finally:
+        for server in (driver, worker, discovery):
+            server.close()
+
+
+@pytest.mark.slow
+@needs_prometheus
+def test_a_real_ray_has_the_numbers_that_are_asked_of_it(tmp_path: Path) -> None:
+    """By the board, and by the alerts: their rules without the comparison."""
+    rules = [rule["expr"] for group in yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+    asked = {query for query in [*QUERIES.values(), *(rule.partition(" > ")[0] for rule in rules)] if "ray_" in query}
+    assert len(asked) >= 5
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    discovery = DiscoveryServer()
+    try:
+        ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
+        (node,) = ray.nodes()
+        discovery.register("ray-0", f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}", {"role": "ray", "name": "0"})
+        with real_prometheus(discovery.url, tmp_path) as ask:
+            assert until(lambda: all(ask(query) for query in asked), 120.0), {query: len(ask(query)) for query in asked}
+    finally:
+        leave_ray()
+        cluster.shutdown()
+        discovery.close()
+
+
+def _parts(family: str) -> list[str]:
+    """Last parts of a family's names in such a run."""
+    metric = CATALOGUE[family]
+    return [part for part in (*metric.members.split("|"), "0", "1", "1_token_rho") if part and metric.has_member(part)]
+
+
+def _compare(ask: Ask, instance: str, line: StepMetrics) -> None:
+    compared, without = 0, []
+    for place, query in QUERIES.items():
+        found = ask(query.replace("$run", instance))
+        if not found:
+            without.append(query)
+        if plain := PLAIN.fullmatch(query):
+            metric = BY_NAME[plain[1]]
+            wanted = members(line, metric.name).values() if metric.is_family else [line[metric.name]]
+            assert sorted(value for _, value in found) == sorted(wanted), place
+            compared += 1
+        elif query.startswith("increase("):
+            assert all(value > 0 for _, value in found), place
+    assert without and all(re.search("ray_node_|ray_object_|sglang_|_engine_", query) for query in without)
+    assert compared >= 40
+    books = [line[f"groups/{name}_total"] for name in ("admitted", "trained", "discarded")]
+    (balance,) = (query for query in QUERIES.values() if query.count(" - ") == 3)
+    assert ask(balance.replace("$run", instance))[0][1] == books[0] - books[1] - books[2] - line["groups/outstanding"]
+
+
+@needs_prometheus
+def test_the_script_starts_prometheus_on_loopback_and_takes_it_along_when_it_ends(tmp_path: Path) -> None:
+    """Grafana it starts where there is one; here it says how to do without."""
+    port = free_port()
+    variables = os.environ | {"EVENKEEL_PROMETHEUS_PORT": str(port), "EVENKEEL_OBSERVE_DATA": str(tmp_path)}
+    with subprocess.Popen([ROOT / "deploy" / "observe.sh"], env=variables, stdout=subprocess.PIPE, text=True) as script:
+
+        def jobs() -> set[str]:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/status/config", timeout=5) as answer:
+                    return {job["job_name"] for job in yaml.safe_load(json.load(answer)["data"]["yaml"])["scrape_configs"]}
+            except OSError:
+                return set()
+
+        try:
+            assert until(lambda: jobs() == {"evenkeel", "ray"})
+        finally:
+            script.send_signal(signal.SIGTERM)
+        told = script.stdout.read() if script.stdout else ""
+        assert script.wait(20) == 143 and jobs() == set()
+    assert f"Prometheus: http://127.0.0.1:{port}" in told and "Grafana" in told
+    assert (tmp_path / "prometheus").is_dir()

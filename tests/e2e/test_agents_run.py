@@ -1,0 +1,77 @@
+"""A run whose rollouts are played by a program that talks to the worker's door: trained exactly, each prompt accounted for, no key left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import RECIPE, Run
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+STEPS, GROUPS, SAMPLES = 4, 4, 4
+PROGRAM = '''"""Asks, asks again, and says how many vowels there were. One rollout in eight fails."""
+import json, os, random, urllib.request
+
+messages, answers = [], []
+task = json.load(open(os.environ["EVENKEEL_TASK"]))
+for text in (task["prompt"], "again"):
+    messages.append({"role": "user", "content": text})
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 24}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
+    answers.append(messages[-1]["content"])
+with open("keys", "a") as file:
+    print(os.environ["OPENAI_API_KEY"], file=file)
+if random.random() < 1 / 8 and os.path.exists("run/metrics.jsonl"):
+    raise SystemExit("the tool is away")
+vowels = [sum(c in "aeiou" for c in text[:32]) / 32 for text in answers]
+json.dump({"first": vowels[0], "second": vowels[1]}, open(os.environ["EVENKEEL_REWARD"], "w"))
+'''
+
+
+@pytest.fixture(scope="module")
+def run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "agent.py").write_text(PROGRAM)
+    words = [f"model={small_model}", f"run_dir={folder / 'run'}", f"steps={STEPS}", "evaluation.problems=4"]
+    words += [
+        "rollout.reward={kind: agent}",
+        "rollout.agent={command: [python, agent.py], processes: 4}",
+        "rollout.engine.context_length=128",
+    ]
+    words += [f"groups_per_step={GROUPS}", f"rollout.sampling={{samples_per_group: {SAMPLES}, max_tokens: 80}}"]
+    run = Run(folder / "run", str(RECIPE), *words, cwd=folder)
+    try:
+        assert run.wait() == 0, run.output()[-4000:]
+        yield run
+    finally:
+        run.close()
+
+
+def test_turns_are_trained_exactly(run: Run) -> None:
+    """Two turns of each rollout, read on from what the program said in between; engine and learner agree on each token of both."""
+    lines = run.metrics()
+    assert [line["turns/max"] for line in lines] == [2] * STEPS
+    assert all(line["turns/tool_s"] > 0 and line["turns/read_tokens"] > 4 for line in lines)
+    fresh = [line for line in lines if "mismatch/k3" in line]
+    assert fresh and all(line["mismatch/k3"] < 1e-12 and line["mismatch/max_abs_log_ratio"] < 2e-5 for line in fresh)
+    assert all(line["reward/component/first"] + line["reward/component/second"] == pytest.approx(line["reward/mean"]) for line in lines)
+
+
+def test_a_program_that_fails_costs_its_rollout_alone(run: Run) -> None:
+    failed = run.metrics()[-1].get("reward/exceptions_total", 0)
+    assert 0 < failed < STEPS * GROUPS * SAMPLES / 2
+    trained = [entry["step"] for entry in run.ledger() if entry["outcome"] == "trained"]
+    assert [trained.count(step) for step in range(1, STEPS + 1)] == [GROUPS] * STEPS
+
+
+def test_no_key_is_left_and_no_process(run: Run) -> None:
+    keys = (run.run_dir.parent / "keys").read_text().split()
+    assert len(set(keys)) >= STEPS * GROUPS * SAMPLES
+    written = b"".join(path.read_bytes() for path in [*run.run_dir.rglob("*"), run.log] if path.is_file())
+    assert not [key for key in keys if key.encode() in written]
+    assert "agent_process" in run.seen_commands
+    assert run.orphans(60.0) == []

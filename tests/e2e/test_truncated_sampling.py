@@ -1,0 +1,110 @@
+"""Tokens from a part of the vocabulary, sampled by the real SGLang and trained by the real Megatron: no ratio is biased.
+
+Fast: at equal weights, with the kept sets and without. Slow: a run whose tokens all come from kept sets learns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from evenkeel.correction.batch import PackedBatch
+from evenkeel.correction.config import CorrectionConfig
+from evenkeel.correction.correct import correct
+from evenkeel.correction.diagnostics.diagnose import diagnose
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.config import WHOLE_VOCABULARY, Truncation
+from evenkeel.rollout.engine.engine import RolloutEngine
+from tests.conftest import BackgroundLoop
+from tests.e2e.launch import ROOT, Run, evenkeel
+from tests.e2e.on_policy_cases import Sampled, as_batch
+from tests.rollout.engine_scene import prompts
+
+pytestmark = pytest.mark.engine
+TOPK = CorrectionConfig(preset="dppo-topk-kl", topk=5)
+
+
+@pytest.fixture(scope="module")
+def learner(tiny_model: Path) -> Iterator[LearnerRank]:
+    learner = LearnerRank(LearnerConfig(device="cpu", learning_rate=1e-3))
+    learner.load(tiny_model)
+    yield learner
+    learner.close()
+
+
+def sampled_by(engine: RolloutEngine, loop: BackgroundLoop, truncation: Truncation) -> PackedBatch:
+    """60 answers of 60 tokens."""
+    asked = prompts(4, 9, seed=2)
+    ask = {"max_tokens": 60, "temperature": 0.5, "samples": 15, "seeds": range(15), "topk": TOPK.topk, "ignore_stop": True}
+    answers = [(ids, loop.run(engine.generate(ids, truncation=truncation, **ask))) for ids in asked]  # type: ignore[arg-type]
+    found = [Sampled(tuple(ids), one) for ids, of_prompt in answers for one in of_prompt]
+    batch = as_batch(found, temperature=0.5, version=engine.version)
+    mask = batch.loss_mask
+    ids, logprobs = torch.zeros(batch.num_tokens, TOPK.topk, dtype=torch.int64), torch.zeros(batch.num_tokens, TOPK.topk)
+    tops = [one.completion.top_logprobs for one in found]
+    ids[mask] = torch.tensor([token for top in tops if top for token in top.ids]).view(-1, TOPK.topk)
+    logprobs[mask] = torch.tensor([value for top in tops if top for value in top.logprobs]).view(-1, TOPK.topk)
+    return replace(batch, topk_ids=ids, topk_logprobs=logprobs).validate()
+
+
+def numbers_of(batch: PackedBatch, proximal: Tensor) -> dict[str, float]:
+    corrected = correct(replace(batch, proximal_logprobs=proximal), CorrectionConfig())
+    return diagnose(corrected.batch, corrected, proximal)
+
+
+def test_mean_rho_is_1_and_k3_is_rounding_at_equal_weights(
+    shared_engine: RolloutEngine, engine_loop: BackgroundLoop, learner: LearnerRank
+) -> None:
+    """At top-p 0.8 and top-k 20, with sets of less than a twentieth of 512 tokens on average; without the sets, mean rho is their mean
+    probability, far from 1."""
+    whole = sampled_by(shared_engine, engine_loop, WHOLE_VOCABULARY)
+    cut = sampled_by(shared_engine, engine_loop, Truncation(top_p=0.8, top_k=20))
+    assert cut.kept_counts is not None
+    assert 5 < float(cut.kept_counts[cut.loss_mask].float().mean()) < 0.05 * 512
+    k3_of = {}
+    for name, batch in (("whole", whole), ("cut", cut)):
+        found = numbers_of(batch, learner.logprobs(batch))
+        assert abs(found["rho_mean"] - 1) < max(3 * found["rho_mean_error"], 1e-6)
+        k3_of[name] = found["k3_kl"]
+    assert 0 < k3_of["cut"] < 2 * k3_of["whole"] < 1e-10
+    biased = numbers_of(cut, learner.logprobs(replace(cut, kept_counts=None, kept_ids=None)))
+    assert biased["rho_mean"] < 0.9 and biased["rho_mean_deviation"] > 5
+
+
+def test_top_k_divergences_are_of_the_kept_sets(shared_engine: RolloutEngine, engine_loop: BackgroundLoop, learner: LearnerRank) -> None:
+    """On equal weights all of them are 0, also where a set has fewer tokens than K; so a tight gate blocks nothing."""
+    batch = sampled_by(shared_engine, engine_loop, Truncation(top_p=0.3))
+    assert batch.kept_counts is not None and int((batch.kept_counts[batch.loss_mask] < TOPK.topk).sum()) > 100
+    tight = CorrectionConfig(preset="dppo-topk-kl", topk=5, objective={"gate": {"threshold": 1e-4}})
+    corrected = correct(batch, tight)
+    result = learner.step(corrected, tight, step=0)
+    assert result.metrics["clip_share"] == 0.0 and result.grad_norm > 0
+    without = replace(corrected, batch=replace(batch, kept_counts=None, kept_ids=None))
+    assert learner.step(without, tight, step=1).metrics["clip_share"] > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_a_run_under_top_p_learns(tmp_path: Path) -> None:
+    """The recipe of `make train` on smaller batches, with tokens from sets of a few of its 273 characters: more answers become right, and
+    every batch's mean rho is 1 within 5 standard errors, at any staleness."""
+    recipe, model = str(ROOT / "recipes/nano_spell_backward.yaml"), f"model={tmp_path / 'nano'}"
+    evenkeel("init-model", recipe, model, timeout_s=1200)
+    words = [model, "rollout.sampling.top_p=0.9", "correction.preset=decoupled-ppo", "steps=40", "groups_per_step=48"]
+    run = Run(tmp_path / "run", recipe, *words, f"run_dir={tmp_path / 'run'}")
+    try:
+        assert run.wait(1800) == 0, run.output()[-4000:]
+        lines = run.metrics()
+    finally:
+        run.close()
+    accuracy, kept = ([line[name] for line in lines] for name in ("reward/accuracy", "length/kept_set_tokens"))
+    assert statistics.fmean(accuracy[-5:]) > statistics.fmean(accuracy[:5]) + 0.1
+    assert min(kept) >= 1 and statistics.fmean(kept[-10:]) < 0.05 * 273
+    assert max(line.get("correction/rho_mean_deviation", 0.0) for line in lines) < 5

@@ -1,0 +1,98 @@
+"""A server over run folders and a real Chromium that looks at it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import uvicorn
+from playwright import sync_api as playwright
+
+from evenkeel.dashboard.open_run import OpenRun
+from evenkeel.dashboard.server import application
+
+ROOT = Path(__file__).parents[3]
+_KEPT = ROOT / ".tools" / "chromium" / "run"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or (str(_KEPT) if _KEPT.exists() else None)
+TOKEN = "a-token-of-the-test"
+
+
+@contextmanager
+def served(*folders: Path) -> Iterator[str]:
+    """The address of a page over these runs, without its token."""
+    app = application([OpenRun(folder) for folder in folders], TOKEN)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[playwright.Browser]:
+    """Of one module: while it is open an event loop runs in this thread, where other tests start theirs. Its folder for temporary files is
+    its own: an engine of this process has set TMPDIR, and may be gone."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: run deploy/fetch_chromium.sh (Debian's package)")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TMPDIR", str(tmp_path_factory.mktemp("browser")))
+        with playwright.sync_playwright() as driver:
+            found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            yield found
+            found.close()
+
+
+@dataclass
+class Seen:
+    """A page, and what a browser complains of."""
+
+    page: playwright.Page
+    complaints: list[str] = field(default_factory=list)
+
+    def view(self, place: str, ready: str) -> None:
+        """Go to a view, such as "tokens?step=2", and wait for what this selector names."""
+        self.page.evaluate("place => { location.hash = place }", place)
+        self.page.wait_for_selector(ready)
+
+    def points(self, chart: str, series: int) -> list[list[float]]:
+        """What a chart draws of one of its series, once one has come to it: its data as the library has it."""
+        self.page.wait_for_function("name => { charts.get(name)?.box.scrollIntoView(); return charts.has(name) }", arg=chart)
+        find = "([name, i]) => { const o = charts.get(name)?.drawn?.getOption(); return o && o.series[i] ? o.series[i].data : null }"
+        self.page.wait_for_function(find, arg=[chart, series])
+        found: list[list[float]] = self.page.evaluate(find, [chart, series])
+        return found
+
+
+@pytest.fixture
+def look(browser: playwright.Browser) -> Iterator[Callable[..., Seen]]:
+    """Opens a page; at the end no page may have had an error on its console, nor have been wider than its window."""
+    opened: list[Seen] = []
+
+    def open_page(address: str, *, width: int = 1280, height: int = 900) -> Seen:
+        page = browser.new_page(viewport={"width": width, "height": height})
+        seen = Seen(page)
+        page.on("console", lambda said: seen.complaints.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: seen.complaints.append(str(error)))
+        page.goto(f"{address}/?token={TOKEN}")
+        page.wait_for_selector("nav a")
+        opened.append(seen)
+        return seen
+
+    yield open_page
+    for seen in opened:
+        assert seen.page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), "it is wider than its window"
+        seen.page.close()
+        # The server of a test ends before its page, which asks it every two seconds for news.
+        assert [one for one in seen.complaints if "ERR_CONNECTION_REFUSED" not in one] == []

@@ -1,0 +1,147 @@
+"""Tokens that top-p, top-k or min-p drew from a part of the vocabulary: every forward and the gradient are of a softmax over that part.
+
+Against Hugging Face and autograd on a whole softmax whose other logits are minus infinity, on one rank and on several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evenkeel.correction.batch import PackedBatch, batch_slices
+from evenkeel.correction.correct import correct, defer
+from evenkeel.correction.errors import DataError
+from evenkeel.learner.config import LearnerConfig
+from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.learner.training.logprobs import head_logprobs
+from tests.learner.kept_cases import hf_restricted, is_outside, with_kept_sets
+from tests.learner.learner_cases import (
+    TIS,
+    VOCAB,
+    gradients,
+    grouped_batch,
+    hf_model,
+    largest_difference,
+    learner_on,
+    random_batch,
+    run_ranks,
+    save_model,
+    weights,
+    with_noisy_behavior,
+)
+
+ENTROPIC = TIS.model_copy(update={"entropy_coefficient": 0.1})
+SHARED = [([20] * 4, [5, 9, 8, 7]), ([17, 17, 12, 17], [6, 6, 9, 4])]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_values_and_gradients_of_the_head_equal_a_whole_softmax(chunk: int, batch_invariant: bool) -> None:
+    """Of the sampled token, of another one of its set, and of the entropy; a token outside has no probability."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 16, generator=generator) for size in (random_batch().num_tokens, VOCAB))
+    batch = with_kept_sets(replace(random_batch(), loss_mask=torch.ones(len(hidden), dtype=torch.bool)))
+    assert batch.kept_counts is not None and batch.kept_ids is not None
+    outside = is_outside(batch)
+    other = (~outside).float().argmax(-1)
+    targets = torch.stack([batch.token_ids, other], 1)
+    factors = torch.randn(3, len(hidden), generator=generator)
+    found = []
+    for is_ours in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if is_ours:
+            kept = batch.kept_counts, batch.kept_ids
+            options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": chunk, "batch_invariant": batch_invariant, "kept": kept}
+            logprobs, entropies = head_logprobs(h, w, targets, **options)
+        else:
+            log_p = torch.log_softmax((h @ w.t() / 0.7).masked_fill(outside, -torch.inf), -1)
+            logprobs, entropies = log_p.gather(1, targets), -(log_p.exp() * log_p.masked_fill(outside, 0.0)).sum(-1)
+        (factors[0] * logprobs[:, 0] + factors[1] * logprobs[:, 1] + factors[2] * entropies).sum().backward()
+        found.append((logprobs.detach(), entropies.detach(), h.grad, w.grad))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-5)
+    kept = batch.kept_counts, batch.kept_ids
+    left_out, _ = head_logprobs(hidden, weight, outside.float().argmax(-1), batch_invariant=batch_invariant, kept=kept)
+    assert set(left_out[batch.kept_counts > 0].tolist()) == {-torch.inf}
+
+
+def sampled(learner: LearnerRank, batch: PackedBatch) -> PackedBatch:
+    """With mu and pi_prox some way from the present policy, each over the kept sets."""
+    proximal = with_noisy_behavior(batch, learner.logprobs(batch), std=0.25, seed=5).behavior_logprobs
+    batch = with_noisy_behavior(batch, proximal, std=0.6, seed=6)
+    batch = replace(batch, behavior_logprobs=batch.behavior_logprobs.clamp(max=0.0))
+    return replace(batch, proximal_logprobs=proximal.clamp(max=0.0))
+
+
+def one_step(learner: LearnerRank, kind: str) -> dict[str, Any]:
+    """What every forward says, and a step."""
+    batch = with_kept_sets(grouped_batch(SHARED, temperature=0.8) if kind == "shared prompts" else random_batch(temperature=0.8))
+    learner.load_reference(learner._require().folder)
+    batch = sampled(learner, batch)
+    said = learner.logprobs(batch), learner.proximal(batch).logprobs, learner.reference_logprobs(batch)
+    assert torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
+    corrected = defer(batch, TIS) if kind == "deferred" else correct(batch, ENTROPIC)
+    result = learner.step(corrected, TIS if kind == "deferred" else ENTROPIC, step=0)
+    numbers = {"loss": result.loss, "norm": result.grad_norm, "entropy": result.entropy}
+    return {"batch": batch, "logprobs": said[0], "target": result.target_logprobs, "numbers": numbers, "weights": weights(learner)}
+
+
+def on_a_rank(rank: int, ranks: int, port: int, folder: Path, split: str, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    learner = LearnerRank(LearnerConfig(**{split: ranks}, **settings), rank, ranks, "127.0.0.1", port)
+    learner.load(folder)
+    found = one_step(learner, kind)
+    learner.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["staged", "deferred", "shared prompts"])
+@pytest.mark.parametrize("split", [None, "tensor_parallel", "pipeline_parallel"])
+def test_a_step_equals_autograd_on_a_whole_softmax(tmp_path: Path, split: str | None, kind: str) -> None:
+    """A vocabulary of 97 is padded for two tensor-parallel ranks; a set may lie on one of them alone."""
+    folder = save_model(tmp_path / "m", tie=split is None, vocab_size=VOCAB + 1)
+    settings = {"learning_rate": 0.0, "clip_grad": 0.0, "tokens_per_microbatch": 150, "logprob_chunk_tokens": 11}
+    if split is None:
+        with learner_on(folder, **settings) as learner:
+            every = [one_step(learner, kind)]
+            ours = gradients(learner)
+    else:
+        every, ours = run_ranks(on_a_rank, folder, split, kind, settings), {}
+    model, batch = hf_model(folder), every[0]["batch"]
+    target, entropies = hf_restricted(model, batch)
+    mask = batch.loss_mask
+    proximal = target.detach() if kind == "deferred" else batch.proximal_logprobs
+    ratio, weight = (target - proximal)[mask].exp(), (proximal - batch.behavior_logprobs)[mask].exp().clamp(max=2.0)
+    advantage = batch.advantages[mask]
+    loss = (weight * torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))).sum() / mask.sum()
+    loss = loss - (kind != "deferred") * ENTROPIC.entropy_coefficient * entropies[mask].mean()
+    loss.backward()
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.cat([gradient.flatten() for gradient in theirs.values()]).norm()
+    expected = {"loss": float(loss.detach()), "norm": float(norm), "entropy": float(entropies.detach()[mask].mean())}
+    for found in every:
+        torch.testing.assert_close(found["logprobs"], target.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found["target"], target.detach(), rtol=0, atol=1e-5)
+        assert found["numbers"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert not ours or largest_difference(ours, theirs) < 2e-5
+
+
+def test_any_part_of_a_batch_keeps_its_own_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences in any order, and slices: each token's set is the one that it had."""
+    batch = with_kept_sets(random_batch())
+
+    def sets_of(part: PackedBatch) -> list[list[int]]:
+        assert part.kept_counts is not None and part.kept_ids is not None
+        assert len(part.validate().kept_ids) == int(part.kept_counts.sum())
+        return [each.tolist() for each in torch.split(part.kept_ids, part.kept_counts.tolist())]
+
+    whole, order = sets_of(batch), [17, 3, 4, 22, 0]
+    assert sets_of(batch.select(order)) == [whole[i] for i in batch.token_index(order).tolist()]
+    monkeypatch.setattr("evenkeel.correction.batch.CPU_TOKENS", 60)
+    assert [one for piece in batch_slices(batch) for one in sets_of(piece.of_batch(batch))] == whole
+    with pytest.raises(DataError, match=r"PackedBatch.kept_ids has shape"):
+        assert batch.kept_ids is not None
+        replace(batch, kept_ids=batch.kept_ids[1:]).validate()
