@@ -101,7 +101,7 @@ def test_each_cause_is_named_once_with_samples_and_the_setting_to_change(
 
 def test_an_answer_is_right_by_its_own_task() -> None:
     """A reward of 0.9 is right in one of two tasks: nothing is wrong with a run whose best answers get it, unless they are the other's."""
-    task = "{name: %s, task: {dataset: spell_backward}, reward: {kind: reasoning_gym}, correct_at: %s}"
+    task = "{name: %s, task: {kind: reasoning_gym, dataset: spell_backward}, reward: {kind: reasoning_gym}, correct_at: %s}"
     tasks = f"[{task % ('a', 0.9)}, {task % ('b', 1.0)}]"
     for name, said in (("a", 0), ("b", 1)):
         judge = watch(**{"rollout.task": "null", "rollout.reward": "null", "rollout.tasks": tasks})
