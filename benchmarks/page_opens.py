@@ -13,6 +13,7 @@ import os
 import random
 import statistics
 import subprocess
+import shutil
 import sys
 import tempfile
 import time
@@ -28,9 +29,10 @@ from playwright.sync_api import Browser, sync_playwright
 from benchmarks.sides import options
 from evenkeel.actors.metrics.catalogue import CATALOGUE
 from evenkeel.actors.record.run_folder import RunFolder
-from tests.evenkeel.dashboard.conftest import CHROMIUM
 
 ROOT = Path(__file__).resolve().parents[1]
+_KEPT = ROOT / ".tools" / "chromium" / "run"
+CHROMIUM = shutil.which("chromium") or (str(_KEPT) if _KEPT.exists() else None)
 DRAWN = "() => ['What happened', 'Reward'].every((name) => typeof charts !== 'undefined' && charts.get(name)?.drawn)"
 SERVE = "import sys; from evenkeel.cli import app; app(['dashboard', sys.argv[1]])"
 
