@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import statistics
 import subprocess
-import shutil
 import sys
 import tempfile
 import time
