@@ -147,9 +147,9 @@ class EvaluationConfig(AnswerSampling):
     every_steps: int = Field(default=0, ge=0)
     """Evaluate after every so many steps, without stopping training; 0: before the first and after the last step only."""
     problems: PositiveInt = 512
-    """Held-out questions of the first and the last evaluation."""
+    """Held-out questions of each task in the first and the last evaluation."""
     problems_between: PositiveInt = 128
-    """Held-out questions of evaluations in between, which share the engines with training."""
+    """Held-out questions of each task in evaluations in between, which share the engines with training."""
     correct_at: float = 1.0
     """A reward of at least this counts as a right answer. For a reward that gives right answers less, or wrong ones as much, set what tells
     them apart. One of several tasks may have another one (its correct_at)."""

@@ -83,7 +83,7 @@ def run_deadlines(config: RunConfig, model_bytes: int) -> tuple[dict[str, float]
         "batch_s": max(least.batch_s, 2 * group_s(rollout) + start_s + SYNC_ATTEMPTS * sync_s, _ANSWERS_LATER_S + tokens),
         "step_s": max(least.step_s, trained / (_LEARNER_PACE * run.tokens_per_s)),
         "checkpoint_s": max(least.checkpoint_s, _CHECKPOINT_COPIES * travel_s),
-        "evaluation_s": max(least.evaluation_s, _evaluation_waves(config) * _answer_s(config) + scoring_s(rollout), group_s(rollout)),
+        "evaluation_s": max(least.evaluation_s, _evaluation_s(config), group_s(rollout)),
     }
     return values, max(LearnerConfig().collective_timeout_s, _BEYOND_S + max(values["step_s"], values["checkpoint_s"]))
 
@@ -105,14 +105,18 @@ def scoring_s(rollout: RolloutConfig) -> float:
 
 
 def _scoring_s(rollout: RolloutConfig, entry: TaskEntry) -> float:
-    reward, environment, agent = entry.reward, entry.environment, entry.agent
-    if isinstance(reward, EnvironmentReward):
-        assert environment is not None
-        return 2 * (environment.max_tool_s + environment.deadline_s + environment.start_deadline_s)
-    played_s = 0.0 if agent is None else _in_turn(rollout, agent.processes) * agent.deadline_s + agent.start_deadline_s
-    if isinstance(reward, AgentReward):
+    played_s = _played_s(rollout, entry)
+    if isinstance(entry.reward, (EnvironmentReward, AgentReward)):
         return played_s
-    return played_s + _in_turn(rollout, reward.processes) * reward.deadline_s + reward.start_deadline_s
+    return played_s + _in_turn(rollout, entry.reward.processes) * entry.reward.deadline_s + entry.reward.start_deadline_s
+
+
+def _played_s(rollout: RolloutConfig, entry: TaskEntry) -> float:
+    """Longest time that an environment or an agent takes of a rollout beside its engine's."""
+    environment, agent = entry.environment, entry.agent
+    if environment is not None:
+        return 2 * (environment.max_tool_s + environment.deadline_s + environment.start_deadline_s)
+    return 0.0 if agent is None else _in_turn(rollout, agent.processes) * agent.deadline_s + agent.start_deadline_s
 
 
 def group_s(rollout: RolloutConfig) -> float:
@@ -170,7 +174,8 @@ def _in_turn(rollout: RolloutConfig, processes: int) -> int:
     return -(-rollout.slots_per_worker * rollout.sampling.samples_per_group // processes)
 
 
-def _evaluation_waves(config: RunConfig) -> int:
+def _evaluation_s(config: RunConfig) -> float:
+    """Longest time for the questions of all tasks: in each wave of answers there may be some of the task that is played longest."""
     asked, rollout = config.evaluation, config.rollout
     waves = partial(
         evaluation_waves,
@@ -180,8 +185,11 @@ def _evaluation_waves(config: RunConfig) -> int:
         samples_per_group=rollout.sampling.samples_per_group,
         running=rollout.engine.max_running_requests,
     )
+    tasks = len(rollout.entries)
     between = min(asked.problems, asked.problems_between) if asked.every_steps else 0
-    return max(waves(asked.problems, is_fed=False), waves(between, is_fed=True))
+    most = max(waves(tasks * asked.problems, is_fed=False), waves(tasks * between, is_fed=True))
+    played_s = max(_played_s(rollout, entry) for entry in rollout.entries)
+    return most * (_answer_s(config) + played_s) + scoring_s(rollout)
 
 
 def bucket_s(config: RunConfig) -> float:

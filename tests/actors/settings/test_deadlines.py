@@ -120,6 +120,22 @@ def test_an_evaluation_during_training_has_time_for_its_share_of_the_places() ->
     assert took[1] - took[0] == pytest.approx((13 - 10) * 32_768 / 5)
 
 
+def test_an_evaluation_has_time_for_the_questions_of_every_task_and_for_what_plays_each_wave() -> None:
+    """512 questions of each of three tasks, on 64 places: 24 waves in place of 8, and training's last two. In each an environment may
+    take 900 s, twice if a rollout is repeated."""
+    one = {"task": {"kind": "reasoning_gym", "dataset": "chain_sum"}, "reward": {"kind": "reasoning_gym"}}
+    other = [one | {"name": name} for name in "bc"]
+    environment = {"path": "my_environment:Calculator", "max_turns": 2, "max_tool_s": 900.0, "deadline_s": 0.1, "start_deadline_s": 0.1}
+    tool = one | {"reward": {"kind": "environment"}, "environment": environment}
+
+    def took(**tasks: Any) -> float:
+        return with_deadlines(run_config(sampling={"max_tokens": 32_768}, **tasks), 10**6).deadlines.evaluation_s
+
+    three = took(task=None, reward=None, tasks=[one | {"name": "a"}, *other])
+    assert three - took() == pytest.approx((26 - 10) * 32_768 / 5)
+    assert took(task=None, reward=None, tasks=[tool | {"name": "a"}, *other]) > 26 * (32_768 / 5 + 2 * 900)
+
+
 def test_a_start_that_is_set_is_shared_out_in_order() -> None:
     """An engine has half of it, so that it is given up before whoever waits for its worker; a batch outlives it."""
     config = run_config()
