@@ -358,7 +358,7 @@ class BatchAhead:
             between = time.monotonic()
             scored.append(await self._at_sampling(learner, chunk, step))
             scored_s += between - began if self._wants_proximal or self._wants_reference else 0.0
-            split_s += time.monotonic() - between
+            split_s += time.monotonic() - between if self.wants_at_sampling else 0.0
         if (batch := self._gathering.result()) is None:
             split = None
             if self._splits_sample:

@@ -48,6 +48,7 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
         assert len(scene.learner.asked) == 2
         assert [g.group_id for g in prepared.groups] == [0, 1, 2, 3]
         assert batch.proximal_logprobs is not None and batch.reference_logprobs is not None
+        assert prepared.proximal_s > 0 and prepared.split_s == 0, "no gap is split, so that the step has no time for it"
         torch.testing.assert_close(batch.proximal_logprobs, code(batch.token_ids), rtol=0, atol=0)
         torch.testing.assert_close(batch.reference_logprobs, 2 * code(batch.token_ids), rtol=0, atol=0)
         experts, last = batch.with_wide_fields().routed_experts, batch.offsets[1:] - 1
