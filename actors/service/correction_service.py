@@ -27,7 +27,7 @@ from evenkeel.actors.metrics.exporter import MetricsEndpoint, listen_address
 from evenkeel.actors.processes.lane import Lane
 from evenkeel.actors.processes.pacing import LoopClock
 from evenkeel.actors.processes.part_heartbeat import HeartbeatActor
-from evenkeel.actors.processes.supervision import has_failed, lost_if_late, wait_for
+from evenkeel.actors.processes.supervision import abandon, has_failed, lost_if_late, wait_for
 from evenkeel.actors.service.gap_split import stale_sample, to_numbers
 from evenkeel.actors.service.scatter import ScatterReservoir
 from evenkeel.actors.service.token_sample import chosen_sequences, shown_answer, token_sample
@@ -38,7 +38,7 @@ from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.correct import correct, defer
 from evenkeel.correction.diagnostics.diagnose import clipped_tokens, diagnose, proximal_of, reference_kl
 from evenkeel.correction.early_warning.monitor import SYMPTOMS, Monitor
-from evenkeel.correction.errors import EvenkeelError, LateError
+from evenkeel.correction.errors import ConfigError, EvenkeelError, LateError
 from evenkeel.correction.settings.schedule import needs_logprobs_at_sampling, needs_reference_logprobs
 from evenkeel.correction.terms.advantages import group_advantages, turn_advantages
 from evenkeel.correction.wide import WidePlace
@@ -329,18 +329,23 @@ class CorrectionService(HeartbeatActor):
             self._waiting_to_observe -= 1
         try:
             with self._lane.span("diagnose", version=version):
-                counts = None if trained.kept_counts is None else await trained.kept_counts
                 values = await self._values(result)
+                counts = _if_there(trained.kept_counts)
                 observation = await asyncio.to_thread(self._observe, step, version, trained, reference, values, counts)
             observation = replace(observation, late_s=self._clock.read())
             return replace(observation, info=self._published(observation), told=self._lane.report())
         finally:
             self._observing.release()
 
-    def _published(self, observation: Observation) -> ActorInfo:
-        """Put its times where Prometheus finds them, beside the memory of this process. Returns: where that is."""
+    def _published(self, observation: Observation) -> ActorInfo | None:
+        """Put its times where Prometheus finds them, beside the memory of this process. Returns: where that is; None if this node has no
+        such address: the monitor has moved on, and what it says must not be lost for that."""
         if self._endpoint is None:
-            self._endpoint = MetricsEndpoint("correction", "0", bind=listen_address(self._config.metrics.bind))
+            try:
+                self._endpoint = MetricsEndpoint("correction", "0", bind=listen_address(self._config.metrics.bind))
+            except ConfigError as error:
+                log.warning("the times of diagnostics are not shown to Prometheus: %s", error)
+                return None
         self._endpoint.publish({"time/diagnose_s": observation.seconds, "time/service_late_s": observation.late_s})
         return ActorInfo("correction", "0", os.getpid(), self._endpoint.target)
 
@@ -400,6 +405,14 @@ class CorrectionService(HeartbeatActor):
         """Tokens of the recent batches, for the report's picture of pi_prox against mu."""
         async with self._observing:
             return self._scatter.sample()
+
+
+def _if_there(counts: asyncio.Task[Tensor | None] | None) -> Tensor | None:
+    """Kept sets that have been read; they had a step's time, and the early warning doesn't wait for what people alone look at."""
+    if counts is None or counts.done():
+        return None if counts is None else counts.result()
+    abandon(counts)
+    return None
 
 
 async def _without_wide_fields(group: Group, wide: Any) -> _Pulled:

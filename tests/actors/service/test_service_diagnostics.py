@@ -18,8 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
 from evenkeel.actors.carriers import PreparedBatch
-from evenkeel.actors.config import EarlyWarningConfig, RunConfig
+from evenkeel.actors.config import DeadlinesConfig, EarlyWarningConfig, MetricsConfig, RunConfig
 from evenkeel.actors.driver.batches import keeps_weights, splits_gap
+from evenkeel.actors.groups import tokens as payloads
 from evenkeel.actors.service import correction_service
 from evenkeel.correction.batch import FinalDecision, PackedBatch
 from evenkeel.correction.config import CorrectionConfig
@@ -28,6 +29,7 @@ from evenkeel.correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAG
 from evenkeel.correction.early_warning.monitor import MonitorConfig, State
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.results import StepValues
+from evenkeel.rollout.trajectory import KeptTokens
 from tests.actors.service.service_scene import GROUPS, ROLLOUT, ServiceScene, answered, no_decision, play, result_of
 
 
@@ -182,6 +184,44 @@ def test_the_service_has_an_endpoint_of_its_own_and_says_where_with_its_first_nu
             families = {one.name: one.samples for one in text_string_to_metric_families(answer.read().decode())}
         assert families["evenkeel_time_diagnose_seconds"][0].value == second.seconds
         assert families["process_resident_memory_bytes"][0].value > 1e8, "torch alone takes more"
+        scene.stop()
+
+    play(scenario)
+
+
+def test_an_endpoint_that_cannot_open_costs_no_step_its_diagnostics(caplog: pytest.LogCaptureFixture) -> None:
+    """The monitor has taken the step by then: its events would be said to nobody, at every step."""
+
+    async def scenario() -> None:
+        scene = ServiceScene(steps=1, metrics=MetricsConfig(bind="192.0.2.1"))  # an address for examples: no node has it
+        observation = await scene.observe(await scene.batch(0), gap=0.1)
+        assert observation.info is None and observation.diagnostics["k3_kl"] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-4)
+        scene.stop()
+
+    play(scenario)
+    assert "metrics endpoint of correction 0: can't listen on 192.0.2.1" in caplog.text
+
+
+def test_kept_sets_that_are_late_hold_up_no_diagnostics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are for people alone. Where they never come, each step would wait for batch_s, and the early warning with it."""
+
+    async def never(batch: PackedBatch, *, deadline_s: float) -> PackedBatch:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(payloads, "with_wide_fields", never)
+
+    async def scenario() -> None:
+        rollout = ROLLOUT.model_copy(update={"sampling": ROLLOUT.sampling.model_copy(update={"top_p": 0.9})})
+        scene = ServiceScene(steps=1, rollout=rollout, deadlines=DeadlinesConfig(batch_s=1e4))
+        tickets = await scene.admit(0, GROUPS)
+        waiting = asyncio.create_task(scene.next_batch(0))
+        for ticket in tickets:
+            answers = answered(ticket).trajectories
+            sets = [replace(t, kept_tokens=KeptTokens.of([[one, 200] for one in t.response_ids])) for t in answers]
+            await scene.put(replace(answered(ticket), trajectories=tuple(sets)))
+        observation = await scene.observe(await waiting, gap=0.1)
+        assert observation.diagnostics["k3_kl"] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-4)
+        assert observation.tokens is not None and observation.tokens.columns["token_ids"].size
         scene.stop()
 
     play(scenario)
