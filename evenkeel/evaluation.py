@@ -80,10 +80,10 @@ def evaluate_folder(
     parts = ["held_out/reward", "held_out/response_tokens", "held_out/truncated_share"]
     parts += ["held_out/turns"] * (numbers["held_out/turns"] != 1)
     told = ", ".join(f"{CATALOGUE[name].label} {shown(numbers, name)}" for name in parts)
-    say(f"{told} (rollout.sampling.max_tokens = {config.rollout.sampling.max_tokens})")
+    say(f"{told} ({config.rollout.limit_of_answers})")
     for k, share in result.pass_at.items():
         say(f"pass@{k}: {share}")
-    if (cut := cut_remark(result.trajectories, config.rollout.sampling.max_tokens)) is not None:
+    if (cut := cut_remark(result.trajectories, config.rollout.limit_of_answers)) is not None:
         say(cut)
     if samples is not None:
         samples.write_text(result.text(prompts, limit=len(prompts)), encoding="utf-8", errors="backslashreplace")

@@ -767,6 +767,12 @@ class RolloutConfig(PoolSizeConfig):
         longest = next(entry.sampling.max_tokens for entry in self.entries if entry.name == task)
         return self.sampling if longest is None else self.sampling.model_copy(update={"max_tokens": longest})
 
+    @property
+    def limit_of_answers(self) -> str:
+        """rollout.sampling.max_tokens for a message, with the tasks that have one of their own."""
+        own = [f"task {entry.name}: {entry.sampling.max_tokens}" for entry in self.entries if entry.sampling.max_tokens is not None]
+        return f"rollout.sampling.max_tokens = {self.sampling.max_tokens}" + (f" ({', '.join(own)})" if own else "")
+
     def longest_prompt(self, entry: TaskEntry) -> int:
         """Longest prompt of a task that can be asked, tokens: task.max_prompt_tokens, or what max_tokens leaves of what the engine takes.
 

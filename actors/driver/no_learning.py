@@ -143,7 +143,8 @@ class Window:
     """Whether any answer is."""
     extracts: bool
     """The reward is given a part of an answer."""
-    max_tokens: int
+    limit: str
+    """RolloutConfig.limit_of_answers."""
     temperature: float
 
     @property
@@ -193,8 +194,7 @@ CAUSES = (
     Cause(
         "no_end",
         lambda w: w.cut_share >= 0.99,  # one in a hundred that meets the end by chance
-        "no answer ends by itself: {cut_share:.0%} of the last {answers} were cut at rollout.sampling.max_tokens = {max_tokens}, and go on "
-        "after the expected answer",
+        "no answer ends by itself: {cut_share:.0%} of the last {answers} were cut at {limit}, and go on after the expected answer",
         "The token that ends a turn may be another than the engine stops at: `evenkeel doctor MODEL` shows both",
         shows=lambda samples: sum(s.goes_on for s in samples) > len(samples) / 4,
         exhibit=lambda s: s.goes_on,
@@ -202,7 +202,7 @@ CAUSES = (
     Cause(
         "cut",
         lambda w: w.cut_share >= NEARLY_ALL,
-        "{cut_share:.0%} of the last {answers} answers were cut at rollout.sampling.max_tokens = {max_tokens}",
+        "{cut_share:.0%} of the last {answers} answers were cut at {limit}",
         "Raise it, or ask for shorter answers; if they should have ended by then, see whether the engine stops at the token that ends a "
         "turn (`evenkeel doctor MODEL`)",
     ),
@@ -274,7 +274,7 @@ class NoLearning:
         self._last: deque[_Counts] = deque(maxlen=max(_STEPS * self._per_step, _PARTIAL_ANSWERS // sampling.samples_per_group + 1))
         self._settings: dict[str, Any] = {
             "extracts": any(entry.reward.extraction.kind != "whole" for entry in config.rollout.entries),
-            "max_tokens": sampling.max_tokens,
+            "limit": config.rollout.limit_of_answers,
             "temperature": sampling.temperature,
         }
         self._every = max(8, self._per_step // 4)

@@ -169,12 +169,12 @@ NEARLY_ALL = 0.9
 _FEWEST = 8
 
 
-def cut_remark(answers: Sequence[Trajectory], max_tokens: int) -> str | None:
-    """A sentence if nearly all of the answers were cut, else None. Args: max_tokens: of rollout.sampling."""
+def cut_remark(answers: Sequence[Trajectory], limit: str) -> str | None:
+    """A sentence if nearly all of the answers were cut, else None. Args: limit: RolloutConfig.limit_of_answers."""
     cut = sum(one.finish_reason is FinishReason.LENGTH for one in answers)
     if len(answers) < _FEWEST or cut < NEARLY_ALL * len(answers):
         return None
     return (
-        f"{cut} of {len(answers)} answers were cut at rollout.sampling.max_tokens = {max_tokens}. Raise it if they were going to be right; "
+        f"{cut} of {len(answers)} answers were cut at {limit}. Raise it if they were going to be right; "
         "if they had ended by then, and the model went on, `evenkeel doctor MODEL` shows the tokens at which answers end"
     )

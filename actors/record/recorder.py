@@ -266,7 +266,7 @@ class Recorder:
         if self._config.metrics.trajectories_per_step:
             self.disk.file(self._folder.write_tokens, result.step, lambda path: held_out_tokens(result, prompts).save(path), "held_out")
         self.keep_event("info", f"held-out accuracy after {result.step} steps: {result} (95% Wilson), {shown(metrics, 'held_out/seconds')}")
-        if (cut := cut_remark(result.trajectories, self._config.rollout.sampling.max_tokens)) is not None:
+        if (cut := cut_remark(result.trajectories, self._config.rollout.limit_of_answers)) is not None:
             self.event("warning", f"held-out questions after {result.step} steps: {cut}")
         if result.failed:
             failed = f"{result.failed} of {len(result.trajectories)} held-out answers could not be scored, and are left out of the accuracy"

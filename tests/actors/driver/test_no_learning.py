@@ -109,6 +109,15 @@ def test_an_answer_is_right_by_its_own_task() -> None:
         assert len([told for one in facts if judge.finished(one) and (told := judge.said([WRONG, sample(reward=0.9)]))]) == said
 
 
+def test_where_a_task_has_a_limit_of_its_own_that_is_named() -> None:
+    """Its answers are cut at 4 tokens: who raises rollout.sampling.max_tokens changes nothing."""
+    tasks = "[{name: a, task: {kind: reasoning_gym, dataset: spell_backward}, reward: {kind: reasoning_gym}, sampling: {max_tokens: 4}}]"
+    judge = watch(**{"rollout.task": "null", "rollout.reward": "null", "rollout.tasks": tasks})
+    facts = (replace(group(i, one), prompt_id=f"a/train/0/{i}") for i, one in enumerate(steady((0.0, True))))
+    (said,) = [told for one in facts if judge.finished(one) and (told := judge.said([sample("c"), WRONG]))]
+    assert "were cut at rollout.sampling.max_tokens = 10 (task a: 4). Raise it" in said
+
+
 def test_every_cause_is_planted() -> None:
     assert [one[0] for one in PLANTED] == [cause.name for cause in CAUSES]
 

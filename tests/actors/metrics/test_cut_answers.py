@@ -12,6 +12,6 @@ from evenkeel.rollout.trajectory import FinishReason, Trajectory, ids_of, logpro
 def test_nine_in_ten_of_some_answers_are_told(cut: int, ended: int, is_said: bool) -> None:
     reasons = [FinishReason.LENGTH] * cut + [FinishReason.STOP] * ended
     answers = [Trajectory("p", ids_of([1]), ids_of([2]), logprobs_of([-1.0]), (), reason) for reason in reasons]
-    said = cut_remark(answers, 32)
+    said = cut_remark(answers, "rollout.sampling.max_tokens = 32")
     assert (said is not None) == is_said
     assert said is None or f"{cut} of {cut + ended} answers were cut at rollout.sampling.max_tokens = 32" in said
