@@ -353,6 +353,7 @@ class Recorder:
         """Called when the run goes back to an earlier step, with that step's totals; the folder has been cut back."""
         self._totals = {**totals, _RETURNS: self._totals.get(_RETURNS, 0.0) + 1}
         self._finished, self._receipts, self._extra = {}, [], {}
+        self._timeline.forget()  # ranks and service begin anew, perhaps on other nodes
         self._probes.forget()
         self._views = views_from_an_earlier_step(self._views, self._folder, step)
 

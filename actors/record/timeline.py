@@ -70,9 +70,10 @@ class Timeline:
         if time.monotonic() - self._written_at >= _WRITE_S:
             self.flush()
 
-    def forget(self, lane: str) -> None:
-        """Called when a process is gone for good."""
-        self._late.pop(lane, None)
+    def forget(self, lane: str | None = None) -> None:
+        """Called when a process is gone for good: one that takes its name may have another clock. Args: lane: None: of all of them."""
+        for name in [lane] if lane is not None else list(self._late):
+            self._late.pop(name, None)
 
     def flush(self) -> None:
         """Hand over what waits."""

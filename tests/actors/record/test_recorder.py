@@ -5,13 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from evenkeel.actors.carriers import ActorInfo, DiscardedGroup, DiscardReason, Example, Observation, ScalingCause, ScalingDecision
+from evenkeel.actors.carriers import (
+    ActorInfo,
+    DiscardedGroup,
+    DiscardReason,
+    Example,
+    LaneReport,
+    Observation,
+    ScalingCause,
+    ScalingDecision,
+    Span,
+)
 from evenkeel.actors.driver.evaluation import evaluate
 from evenkeel.actors.metrics.step_metrics import StepMetrics, by_worker
 from evenkeel.actors.record import recorder as recorder_module
@@ -368,6 +379,17 @@ def test_a_resume_takes_back_warnings_of_later_steps(seen: Seen) -> None:
     assert seen.folder.read_monitor_events() == [WATCH]
     moved = [json.loads(line) for line in (seen.folder.path / "rewound.jsonl").read_text().splitlines()]
     assert [(line["step"], line["name"], line["value"]) for line in moved] == [(3, "k3_kl", 0.008), (3, "broken_tokens", "inf")]
+
+
+def test_after_a_return_ranks_may_have_another_clock(seen: Seen) -> None:
+    """The node of the first rank 0 was 300 s ahead: by its clock the spans of the second would be drawn 300 s too early."""
+    now = time.time()
+    seen.recorder.did(LaneReport("rank-0", now + 300.0, ()))
+    seen.recorder.roll_back({}, 0)
+    seen.recorder.did(LaneReport("rank-0", time.time(), (Span("step", now, now + 1.0),)))
+    seen.recorder.close()
+    (span,) = seen.folder.read_timeline()
+    assert now <= span.begin < now + 100.0
 
 
 def test_half_a_surrogate_pair_ends_nothing(seen: Seen) -> None:
