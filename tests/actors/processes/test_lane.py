@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from evenkeel.actors.carriers import LaneReport, Span
+from evenkeel.actors.processes import lane as lane_module
 from evenkeel.actors.processes.lane import Lane
 from tests.actors.simulated_time import simulate
 
@@ -21,9 +22,9 @@ def told(report: LaneReport, lane: Lane) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(autouse=True)
 def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated loop's clock is the process's, and unix time is that plus 1e9 s."""
-    monkeypatch.setattr(time, "monotonic", lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr(time, "time", lambda: 1e9 + asyncio.get_running_loop().time())
+    """Lanes have the simulated loop's clock, and unix time is that plus 1e9 s."""
+    monotonic, unix = lambda: asyncio.get_running_loop().time(), lambda: 1e9 + asyncio.get_running_loop().time()
+    monkeypatch.setattr(lane_module, "time", SimpleNamespace(monotonic=monotonic, time=unix))
 
 
 def test_what_is_under_way_and_what_is_waited_for_add_up_to_all_of_the_time() -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from evenkeel.actors.carriers import LaneReport, Span
+from evenkeel.actors.record import timeline as timeline_module
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.timeline import LaneSpan, Timeline, append_spans, read_timeline
 
 
 class Clock:
-    """The driver's."""
+    """The driver's; unix time is the process's own plus 1e9 s."""
 
     def __init__(self) -> None:
         self.now = 5000.0
@@ -23,14 +22,16 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def time(self) -> float:
+        return 1e9 + self.now
+
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    """Unix time is the process's own plus 1e9 s."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """For the timeline alone: other threads go on by the real one."""
     one = Clock()
-    monkeypatch.setattr(time, "monotonic", one.monotonic)
-    monkeypatch.setattr(time, "time", lambda: 1e9 + one.now)
-    yield one
+    monkeypatch.setattr(timeline_module, "time", one)
+    return one
 
 
 def test_spans_of_a_node_whose_clock_is_wrong_stand_where_the_driver_saw_them(clock: Clock) -> None:
