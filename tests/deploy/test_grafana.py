@@ -10,7 +10,9 @@ import os
 import re
 import signal
 import subprocess
+import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from evenkeel.actors.metrics.exporter import DiscoveryServer, MetricsEndpoint
 from evenkeel.actors.metrics.step_metrics import StepMetrics, members
 from evenkeel.actors.record.run_folder import RunFolder
 from lab.ports import free_port
-from tests.actors.metrics.real_prometheus import ROOT, Ask, needs_prometheus, real_prometheus, until
+from tests.actors.metrics.real_prometheus import ROOT, SCRAPE_S, Ask, needs_prometheus, real_prometheus, until
 from tests.ray_sessions import leave_ray
 
 QUERIES = {f"{panel.title}: {legend}": query for panels in ROWS.values() for panel in panels for legend, query in panel.queries.items()}
@@ -92,9 +94,16 @@ def test_each_query_has_a_series_and_the_value_of_metrics_jsonl(tmp_path: Path) 
             assert until(lambda: bool(ask("evenkeel_step"))), "scraped once with all counters at 0"
             folder.append_metrics(metrics := StepMetrics(2, numbers))
             driver.publish(metrics)
-            assert until(lambda: [value for _, value in ask("evenkeel_step")] == [2.0])
+            at = 0.0
+
+            def is_scraped() -> bool:
+                nonlocal at
+                at = time.time() - 2 * SCRAPE_S  # no scrape of that time is under way any more: a late one can't take a series away
+                return [value for _, value in ask("sum(up)", at) + ask("evenkeel_step", at)] == [2.0, 2.0]
+
+            assert until(is_scraped)
             (line,) = folder.read_metrics()
-            _compare(ask, driver.target, line)
+            _compare(partial(ask, at=at), driver.target, line)
     finally:
         for server in (driver, worker, discovery):
             server.close()

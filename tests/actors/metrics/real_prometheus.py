@@ -21,15 +21,17 @@ TOOLS = ROOT / ".tools" / "prometheus"
 needs_prometheus = pytest.mark.skipif(
     not (TOOLS / "prometheus").exists(), reason="no real Prometheus: run deploy/fetch_prometheus.sh (Debian's package)"
 )
-Ask = Callable[[str], list[tuple[dict[str, str], float]]]
-"""Gives labels and value of each series that a query has now."""
+Ask = Callable[..., list[tuple[dict[str, str], float]]]
+"""Gives labels and value of each series that a query has now, or at a unix time."""
+SCRAPE_S = 1
+"""Between two scrapes, and what one may take: one that is late takes its target's series away until the next."""
 
 
 @contextmanager
 def real_prometheus(discovery_url: str, folder: Path) -> Iterator[Ask]:
     """A server with the shipped configuration, pointed at a discovery and made faster."""
     config = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
+    config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s"}
     job = next(job for job in config["scrape_configs"] if job["job_name"] == "evenkeel")
     job["http_sd_configs"] = [{"url": discovery_url, "refresh_interval": "1s"}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -48,8 +50,9 @@ def real_prometheus(discovery_url: str, folder: Path) -> Iterator[Ask]:
         stderr=subprocess.DEVNULL,
     )
 
-    def ask(expression: str) -> list[tuple[dict[str, str], float]]:
-        url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
+    def ask(expression: str, at: float | None = None) -> list[tuple[dict[str, str], float]]:
+        asked = {"query": expression} | ({} if at is None else {"time": at})
+        url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode(asked)
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
                 found = json.load(answer)["data"]["result"]
