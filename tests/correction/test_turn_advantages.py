@@ -41,6 +41,7 @@ def test_it_is_the_formula(groups: list[list[list[float]]], with_std: bool) -> N
     assert found.tolist() == pytest.approx(by_the_formula(groups, with_std=with_std), rel=1e-9, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=5), min_size=1, max_size=3))
 def test_with_one_turn_it_is_the_groups(groups: list[list[float]]) -> None:
     rewards, rollouts, ids = tensors([[[reward] for reward in group] for group in groups])

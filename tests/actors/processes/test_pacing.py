@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenkeel.actors.processes.pacing import CALLS_PER_ITERATION, TICK_S, CallThrottle, LoopClock, Stopwatch, doubled_pause_s
@@ -118,6 +118,7 @@ def test_a_few_go_on_in_each_iteration_in_the_order_in_which_they_came() -> None
     asyncio.run(scenario())
 
 
+@settings(deadline=None)
 @given(number=st.integers(-5, 10**9), first_s=st.floats(1e-3, 1e3), beyond_s=st.floats(0.0, 1e6))
 def test_a_pause_doubles_from_the_first_to_the_longest_and_stays_there(number: int, first_s: float, beyond_s: float) -> None:
     """No number of failures is too large for it: a run of weeks may count thousands."""
