@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +45,11 @@ class Player:
     """They answer the turns of the model."""
     agents: Agents | None = None
     """They play the rollouts; without either of the two an answer is one turn."""
+
+    @property
+    def is_played(self) -> bool:
+        """Whether rollouts have turns."""
+        return self.environments is not None or self.agents is not None
 
     @classmethod
     async def start(cls, entry: TaskEntry, settings: SamplingConfig, encoder: ChatEncoder, model: str, sample: Prompt | None) -> Player:
@@ -85,6 +90,8 @@ class Sampler:
         self._players, self._seed = players, seed
         self._places = asyncio.Semaphore(places)
         self._rollouts = set[PlayedRollout | AgentRollout]()
+        self._under_way = dict[int, _PlayedGroup]()  # groups whose rollouts have turns, by id
+        self._turned = asyncio.Event()
         self._busy = _BusyClock()
 
     @classmethod
@@ -158,19 +165,34 @@ class Sampler:
             begun: what another worker has handed back of this group.
             between: is told what lies between turns, as it ends.
         Returns: trajectories in the order of their seeds; one that was aborted, or that could not be scored, carries an error. After
-            `hand_back` what there is of the group, unless all of its answers are whole; also where an engine that fails leaves rollouts of
-            several turns.
+            `hand_back` what there is of the group, unless all of its answers are whole; also, with the error, where an engine that fails
+            leaves more of rollouts of several turns than it was given.
         Raises: as RolloutEngine.generate.
         """
         began = time.monotonic()
         player = self._player(prompt)
         settings, answers = player.settings, begun.answers if begun is not None else ()
-        how = {"temperature": settings.temperature, "truncation": settings, "topk": topk}
-        sampled, is_left = await self._sampled(prompt, settings.samples_per_group, answers, between, **how)
+        how: dict[str, Any] = {"temperature": settings.temperature, "truncation": settings, "topk": topk}
+        spent_s = begun.generate_s if begun is not None else 0.0
+        failed: EngineError | None = None
+        if player.is_played:
+            rollouts = [self._rollout(prompt, i, one, **how) for i, one in enumerate(answers or [None] * settings.samples_per_group)]
+            there = self._under_way[group_id] = _PlayedGroup(group_id, rollouts, began - spent_s)
+            try:
+                sampled = await self._played(prompt, rollouts, between, **how)
+            except EngineError as error:
+                sampled, failed = [one.trajectory for one in rollouts], error
+                if there.tokens <= sum(one.response_tokens for one in answers):
+                    raise
+            finally:
+                if self._under_way.get(group_id) is there:
+                    del self._under_way[group_id]
+        else:
+            sampled = await self._sample(prompt, range(settings.samples_per_group), begun=answers, **how)
         sampled_at = time.monotonic()
-        generate_s = sampled_at - began + (begun.generate_s if begun is not None else 0.0)
-        if is_left:
-            return UnfinishedGroup(group_id, tuple(sampled), generate_s)
+        generate_s = sampled_at - began + spent_s
+        if failed is not None or self._leaves(player, sampled):
+            return UnfinishedGroup(group_id, tuple(sampled), generate_s, failed)
         return Group(
             group_id=group_id,
             prompt=prompt,
@@ -185,50 +207,48 @@ class Sampler:
 
         Raises: as RolloutEngine.generate; EngineError after `hand_back`, unless all answers are whole.
         """
-        asked = {"temperature": how.temperature, "truncation": how, "is_trained": False}
-        sampled, is_left = await self._sampled(prompt, how.samples, (), None, **asked)
-        if is_left:
-            raise EngineError(f"{self.engine.name} is shutting down: ask another worker")
+        asked: dict[str, Any] = {"temperature": how.temperature, "truncation": how, "is_trained": False}
         player = self._player(prompt)
+        if player.is_played:
+            sampled = await self._played(prompt, [self._rollout(prompt, i, None, **asked) for i in range(how.samples)], None, **asked)
+        else:
+            sampled = await self._sample(prompt, range(how.samples), **asked)
+        if self._leaves(player, sampled):
+            raise EngineError(f"{self.engine.name} is shutting down: ask another worker")
         return await player.rewards.score(await self._with_texts(sampled, player), prompt)
 
-    async def _sampled(
-        self, prompt: Prompt, samples: int, begun: Sequence[Trajectory], between: Between | None, **how: Any
-    ) -> tuple[list[Trajectory], bool]:
-        """The answers to a prompt, and whether the engine leaves some that another one has to go on with. Args: how: see _sample."""
-        player = self._player(prompt)
-        if player.environments is None and player.agents is None:
-            sampled = await self._sample(prompt, range(samples), begun=begun, **how)
-            return sampled, self.engine.is_leaving and any(map(is_begun, sampled))
-        return await self._played(prompt, samples, begun, between, **how)
+    def _leaves(self, player: Player, answers: Sequence[Trajectory]) -> bool:
+        """Whether the engine leaves some that another one has to go on with."""
+        return self.engine.is_leaving and any(map(is_unfinished if player.is_played else is_begun, answers))
+
+    async def turned(self) -> None:
+        """Returns once a rollout has had a turn since the last time. For one caller."""
+        await self._turned.wait()
+        self._turned.clear()
+
+    def so_far(self, groups: Iterable[int]) -> dict[int, UnfinishedGroup]:
+        """What there is of those of these groups whose rollouts have turns, and have had one, by id. Another engine can go on from it."""
+        found = {group_id: self._under_way[group_id] for group_id in groups if group_id in self._under_way}
+        return {group_id: one.so_far for group_id, one in found.items() if one.tokens}
 
     async def _played(
-        self, prompt: Prompt, samples: int, begun: Sequence[Trajectory], between: Between | None, **how: Any
-    ) -> tuple[list[Trajectory], bool]:
-        """As `_sampled`, of rollouts in environments, or by agents."""
+        self, prompt: Prompt, rollouts: Sequence[PlayedRollout | AgentRollout], between: Between | None, **how: Any
+    ) -> list[Trajectory]:
+        """Rollouts in environments, or by agents. Args: how: see _sample. Raises: as RolloutEngine.generate, but DataError."""
         shared: dict[bytes, asyncio.Task[None]] = {}
 
         async def session(number: int, so_far: Trajectory, line: int) -> Session:
             key = so_far.prompt_ids.tobytes()
-            if not so_far.response_ids and samples > 1 and line == 0:
+            if not so_far.response_ids and len(rollouts) > 1 and line == 0:
                 if key not in shared:
                     shared[key] = asyncio.create_task(self.engine.read(so_far.prompt_ids))
                 await asyncio.shield(shared[key])
             return self.session(prompt, number, so_far, between, line=line, **how)
 
-        answers: Sequence[Trajectory | None] = begun or [None] * samples
-        rollouts = [self._rollout(prompt, number, answer, **how) for number, answer in enumerate(answers)]
         self._rollouts.update(rollouts)
         tasks = [asyncio.create_task(one.play(partial(session, number))) for number, one in enumerate(rollouts)]
         try:
-            sampled = list(await asyncio.gather(*tasks))
-            return sampled, self.engine.is_leaving and any(map(is_unfinished, sampled))
-        except EngineError:
-            await _ended([*tasks, *shared.values()])
-            sampled = [one.trajectory for one in rollouts]
-            if sum(one.response_tokens for one in sampled) <= sum(one.response_tokens for one in begun):
-                raise
-            return sampled, True
+            return list(await asyncio.gather(*tasks))
         finally:
             self._rollouts.difference_update(rollouts)
             await _ended([*tasks, *shared.values()])
@@ -270,6 +290,7 @@ class Sampler:
             async with self._places:
                 found = (await self._sample(asked, [number], line=line, max_tokens=max_tokens, begun=[answer], **asks))[0]
             turn_ended = time.monotonic()
+            self._turned.set()
             return found
 
         return Session(begun, go_on, max_tokens=settings.max_tokens, lengths=self.engine.lengths)
@@ -323,6 +344,25 @@ class Sampler:
     def up_s(self) -> float:
         """Seconds since the engine was up."""
         return self._busy.up_s
+
+
+@dataclass(frozen=True, slots=True)
+class _PlayedGroup:
+    """A group under way whose rollouts have turns."""
+
+    group_id: int
+    rollouts: Sequence[PlayedRollout | AgentRollout]
+    began: float
+    """time.monotonic(), less what other engines have spent on it."""
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far."""
+        return sum(one.trajectory.response_tokens for one in self.rollouts)
+
+    @property
+    def so_far(self) -> UnfinishedGroup:
+        return UnfinishedGroup(self.group_id, tuple(one.trajectory for one in self.rollouts), time.monotonic() - self.began)
 
 
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:

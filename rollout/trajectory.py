@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
+    from evenkeel.correction.errors import EngineError
     from evenkeel.engines.agreement import Processor
 
 
@@ -494,6 +495,8 @@ class UnfinishedGroup:
     """Answers in the order of their seeds: whole ones, and those that another engine goes on with (rollout/continuation.py)."""
     generate_s: float = 0.0
     """Spent on them so far."""
+    failed: EngineError | None = None
+    """What the engine failed with, if that is why they are unfinished."""
 
     @property
     def tokens(self) -> int:

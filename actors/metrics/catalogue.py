@@ -671,7 +671,7 @@ _ROLLOUT = [
         members=PoolFailure,
     ),
     _gauge("pool/slots", _U.ONE, _R.SUM, "slots", "Groups that the workers whose engines are up may have under way at a time."),
-    _gauge("pool/used_slots", _U.ONE, _R.SUM, "used slots", "Groups that they had under way as the step's training ended."),
+    _gauge("pool/used_slots", _U.ONE, _R.SUM, "used slots", "Of these, those taken as the step's training ended."),
     _gauge("pool/waiting_groups", _U.ONE, _R.LAST, "waiting groups", "Groups that no worker had taken by then."),
     _gauge(
         "pool/waiting_answers",

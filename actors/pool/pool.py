@@ -19,11 +19,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from evenkeel.actors.carriers import DiscardReason, GroupFailure, PoolFailure, StoredGroup, Ticket, WorkerSettings
+from evenkeel.actors.carriers import BegunTicket, DiscardReason, GroupFailure, PoolFailure, StoredGroup, Ticket, WorkerSettings
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.groups.book import MAX_ENGINE_LOSSES, GroupBook
 from evenkeel.actors.groups.changes import Changes
-from evenkeel.actors.groups.tokens import disregard, to_hand_on
+from evenkeel.actors.groups.tokens import disregard, to_hand_on, value_of
 from evenkeel.actors.pool import preemption, workers
 from evenkeel.actors.pool.dispatch import Questions, WaitingWork, continuing
 from evenkeel.actors.pool.faults import (
@@ -38,7 +38,7 @@ from evenkeel.actors.pool.faults import (
     WorkerLosses,
 )
 from evenkeel.actors.pool.pool_tasks import PoolTasks
-from evenkeel.actors.pool.rollout_worker import GroupOutcome
+from evenkeel.actors.pool.rollout_worker import TURNS_S, GroupOutcome
 from evenkeel.actors.pool.scaling import ScalingRule, StepLoad, first_workers, limits_of, unreached_limit
 from evenkeel.actors.pool.workers import WorkerHandle, WorkerState
 from evenkeel.actors.processes.pacing import CallThrottle, Phase
@@ -130,6 +130,7 @@ class RolloutPool:
     def _begin_books(self) -> None:
         slots, samples = self._config.slots_per_worker, self._config.sampling.samples_per_group
         played = {entry.name for entry in self._config.entries if entry.environment is not None}
+        self._has_turns = any(entry.environment is not None or entry.agent is not None for entry in self._config.entries)
         self._work = WaitingWork(slots, samples, without_slot=played)
         # time.monotonic() when a worker was lost, by its name, until others have its groups.
         self._orphaned_at: dict[str, float] = {}
@@ -212,7 +213,7 @@ class RolloutPool:
         joined = list(self.joined())
         return {
             "pool/slots": len(joined) * self._config.slots_per_worker,
-            "pool/used_slots": sum(len(worker.groups) for worker in joined),
+            "pool/used_slots": sum(len(worker.in_slots) for worker in joined),
             "pool/waiting_groups": self._work.groups,
             "pool/waiting_answers": self._work.answers,
         }
@@ -312,6 +313,8 @@ class RolloutPool:
         self._recorder.joined(info)
         self.tasks.spawn(self._follow_heartbeat(worker))
         self.tasks.spawn(self._wait_for_end_notice(worker))
+        if self._has_turns:
+            self.tasks.spawn(self._follow_turns(worker))
         if self.sync is not None:
             self.sync.join(worker.sync)
         self.wake()
@@ -319,6 +322,22 @@ class RolloutPool:
     async def _follow_heartbeat(self, worker: WorkerHandle) -> None:
         limit_s = self._config.engine.deadlines.heartbeat_s
         self.lost(worker, await workers.until_worker_lost(worker, limit_s, lambda: len(self.workers), self._recorder.did))
+
+    async def _follow_turns(self, worker: WorkerHandle) -> None:
+        """Have a reference to what there is of its groups after their last turns, in case it is lost. One call a second and worker at most;
+        20 a second in a large pool."""
+        what = f"turns so far <- rollout worker {worker.name}"
+        while worker.name in self.workers:
+            generation = self.generation
+            told, turns = worker.actor.turns_so_far.options(num_returns=2).remote(generation)
+            try:
+                await wait_for(told, what, deadline_s=TURNS_S + ANSWER_S, notice=log.debug)
+            except (EvenkeelError, RayError):  # what it is worth, its heartbeat says
+                disregard(told, turns)
+            else:
+                if generation == self.generation:
+                    worker.turns_so_far = turns
+            await asyncio.sleep(max(1.0, len(self.workers) / 20))
 
     # -- workers leave ------------------------------------------------------------------------------------------------
 
@@ -602,11 +621,11 @@ class RolloutPool:
             self._again_or_discard(worker, ticket, str(error), may_go_on=may_go_on)
         except EngineError as error:
             self._engine_failed(worker, error)
-            is_loss = lived and not worker.leaves and not isinstance(error, EngineDirty)
-            if is_loss and self._book.engine_lost(group_id) >= MAX_ENGINE_LOSSES:
+            is_lost = lived and not isinstance(error, EngineDirty)
+            if is_lost and not worker.leaves and self._book.engine_lost(group_id) >= MAX_ENGINE_LOSSES:
                 self._discard(ticket, DiscardReason.LOST, f"a third engine was lost while it was sampled: {error}")
             else:
-                self._wait_again(ticket)
+                self._wait_again(await self._from_its_turns(worker, ticket) if is_lost else ticket)
         except LateError as error:  # the worker waits for others
             self._recorder.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
             self._wait_again(ticket)
@@ -619,6 +638,25 @@ class RolloutPool:
                 disregard(found, payload, *wide)
         self.wake()
 
+    async def _from_its_turns(self, worker: WorkerHandle, ticket: Ticket) -> Ticket:
+        """The ticket, to go on from what a lost worker had said that there was of the group."""
+        if worker.turns_so_far is None:
+            return ticket
+        if not isinstance(worker.turns_so_far, asyncio.Future):  # read once for all of its groups
+            worker.turns_so_far = asyncio.ensure_future(value_of(worker.turns_so_far))
+        with suppress(EvenkeelError, RayError):  # gone with its node
+            what = f"turns of rollout worker {worker.name}, which is lost <- object store"
+            groups = await wait_for(asyncio.shield(worker.turns_so_far), what, deadline_s=ANSWER_S, notice=log.debug)
+            there = groups.get(ticket.group_id)
+            if there is not None and there.tokens > (ticket.begun.tokens if isinstance(ticket, BegunTicket) else 0):
+                self._goes_on(there, f"rollout worker {worker.name} was lost in the middle of its rollouts")
+                return continuing(ticket, there)
+        return ticket
+
+    def _goes_on(self, there: UnfinishedGroup, why: str) -> None:
+        self._recorder.handed_back(1, there.tokens)
+        self._recorder.event("warning", f"group {there.group_id} goes on from {there.tokens} tokens: {why}")
+
     def _wait_again(self, ticket: Ticket) -> None:
         """Have another worker sample the group, unless it is finished or gone."""
         if self._book.waits(ticket.group_id):
@@ -630,9 +668,10 @@ class RolloutPool:
             if worker.leaves:
                 worker.handed_back.append(outcome)
             else:
-                self._recorder.handed_back(1, outcome.tokens)
-                failed = f"the engine of rollout worker {worker.name} failed in the middle of its rollouts"
-                self._recorder.event("warning", f"group {ticket.group_id} goes on from {outcome.tokens} tokens: {failed}")
+                why = f": {outcome.failed}" if outcome.failed is not None else ""
+                self._goes_on(outcome, f"the engine of rollout worker {worker.name} failed in the middle of its rollouts{why}")
+                if outcome.failed is not None:
+                    self._engine_failed(worker, outcome.failed)
             self._wait_again(continuing(ticket, outcome))
         elif not isinstance(outcome, GroupFailure):
             if not worker.has_worked:

@@ -51,6 +51,8 @@ Answer = tuple[GroupOutcome, *tuple[Any, ...]]
 UNANSWERED = (RequestError, DataError, DeadlineExceeded)
 """Errors of one request after which the engine goes on."""
 _ABORT_S = 10.0
+TURNS_S = 30.0
+"""Most seconds until `turns_so_far` answers."""
 # Spans of tools that are so near each other are one; shorter ones than the second are left out.
 _NEAR_S, _SEEN_S = 0.05, 0.005
 
@@ -73,6 +75,8 @@ class RolloutWorker:
         self._under_way: set[asyncio.Future[Any]] = set()
         # Group id -> task that samples it. A repeated call for a group, after a lost answer, gets the result of the same task.
         self._groups: dict[int, asyncio.Task[Answer]] = {}
+        # Group id -> `_spoilt` when its sampling began.
+        self._began_at: dict[int, int] = {}
         self._starting: asyncio.Task[ActorInfo] | None = None
         self._lane, self._clock = Lane(worker_lane(name), waits_for="work"), LoopClock()
 
@@ -149,6 +153,7 @@ class RolloutWorker:
         finally:
             if self._groups.get(ticket.group_id) is task and task.done():
                 del self._groups[ticket.group_id]
+                self._began_at.pop(ticket.group_id, None)
         return found
 
     async def abort(self, group_id: int) -> None:
@@ -182,6 +187,7 @@ class RolloutWorker:
         generation, spoilt, began = self._generation, self._spoilt, time.monotonic()
         tell = partial(self._lane.add, version=ticket.admitted_version, group=ticket.group_id)
         between: list[tuple[float, float]] = []
+        self._began_at[ticket.group_id] = spoilt
         try:
             group = await self._sampler.group(
                 ticket.prompt,
@@ -212,6 +218,21 @@ class RolloutWorker:
         self._count(group.trajectories)
         self._endpoint.add("rollout/finished_groups_total", 1)
         return answer
+
+    async def turns_so_far(self, generation: int) -> tuple[int, dict[int, UnfinishedGroup]]:
+        """What there is of the groups under way whose rollouts have turns, once one has had a turn since the last answer, and at the
+        latest after TURNS_S. Others go on from there if this worker is lost. For one caller.
+
+        Returns: how many groups; and what there is by id, which stays in the object store.
+        """
+        self._follow(generation)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TURNS_S):
+                await self._sampler.turned()
+        while self._verifying:
+            await asyncio.wait(self._verifying)
+        found = self._sampler.so_far([group_id for group_id in self._groups if self._began_at.get(group_id) == self._spoilt])
+        return len(found), found
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation), which the book knows nothing of. Raises: as `generate_group`."""

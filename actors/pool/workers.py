@@ -88,6 +88,8 @@ class WorkerHandle:
     leaves: bool = False
     """True once it is LEAVING: a call that fails then says nothing about its group."""
     handed_back: list[UnfinishedGroup] = field(default_factory=list)
+    turns_so_far: Any = None
+    """Reference to what there was of its groups with turns when it last said so, by id."""
     worked_at: float = -math.inf
     """Event-loop time (s) when it last finished a group."""
 
@@ -104,6 +106,7 @@ class WorkerHandle:
     def follow(self, generation: int) -> None:
         """Have it abort all work, and count it as without weights; see actors/driver/recovery.py."""
         if generation:
+            self.turns_so_far = None
             self.sync = SyncTarget(self.name, self.actor, node=self.sync.node)
             self.actor.follow.remote(generation)
 

@@ -123,7 +123,7 @@ def test_a_group_s_weights_change_while_its_environments_wait(
     assert one.turns == 4 and one.is_valid and one.text.count("<|im_start|>user") == 3
 
 
-@pytest.mark.parametrize("how", ["leaves", "fails"])
+@pytest.mark.parametrize("how", ["leaves", "fails", "dies with its worker"])
 def test_rollouts_under_way_go_on_with_another_engine(
     how: str,
     start: Callable[[], Sampler],
@@ -134,17 +134,28 @@ def test_rollouts_under_way_go_on_with_another_engine(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was sampled and read by then is kept to the token. An engine that fails again at once has added nothing: its error is raised."""
+    """What was sampled and read by then is kept to the token. An engine that fails again at once has added nothing: its error is raised, as
+    it is to an evaluation, which hands nothing back."""
 
     async def run() -> tuple[Group | UnfinishedGroup, Group | UnfinishedGroup]:
         first, second = start(), start()
         playing = asyncio.ensure_future(first.group(PROMPT, group_id=1, admitted_version=0))
+        assert first.so_far([1]) == {}
         while not (tmp_path / "turn 1").exists():
-            await asyncio.sleep(0.01)
+            await first.turned()
         with monkeypatch.context() as patch:
             if how == "leaves":
                 await first.hand_back()
+            elif how == "dies with its worker":
+                there = first.so_far([1, 2])
+                assert set(there) == {1}
+                playing.cancel()
+                await asyncio.wait({playing})
+                assert first.so_far([1]) == {}
+                return there[1], await second.group(PROMPT, group_id=1, admitted_version=0, begun=there[1])
             else:
+                asked = asyncio.ensure_future(first.answer(PROMPT, AnswerSampling()))
+                await first.turned()
 
                 async def fail(*_: Any, **__: Any) -> None:
                     raise EngineError("its scheduler died")
@@ -153,7 +164,10 @@ def test_rollouts_under_way_go_on_with_another_engine(
             left = await playing
             engine.is_leaving = False
             assert isinstance(left, UnfinishedGroup)
+            assert str(left.failed) == ("its scheduler died" if how == "fails" else "None")
             if how == "fails":
+                with pytest.raises(EngineError, match="its scheduler died"):
+                    await asked
                 with pytest.raises(EngineError, match="its scheduler died"):
                     await first.group(PROMPT, group_id=1, admitted_version=0, begun=left)
         return left, await second.group(PROMPT, group_id=1, admitted_version=0, begun=left)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,8 +138,14 @@ class FaultyEngine:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, samples: int, begun: Sequence[Trajectory] = ()) -> tuple[Trajectory, ...]:
-        """As the real one; after `hand_back` what there is of each answer."""
+    async def generate(
+        self,
+        prompt: Prompt,
+        samples: int,
+        begun: Sequence[Trajectory] = (),
+        tell: Callable[[tuple[Trajectory, ...]], None] = lambda _: None,
+    ) -> tuple[Trajectory, ...]:
+        """As the real one; after `hand_back` what there is of each answer. Args: tell: is told what there is in between."""
         self.raise_if_lost()
         found = list(begun) or [unsampled(prompt.token_ids, prompt.prompt_id)] * samples
         todo = [i for i, answer in enumerate(found) if is_begun(answer)]
@@ -149,6 +155,15 @@ class FaultyEngine:
             raise EngineDirty(f"{self._process.name} is dirty: {self._dirty}. Send it a whole weight update first")
         failed_updates = self._failed_updates
         spans: list[tuple[int, int]] = []
+
+        def so_far(ends: str) -> tuple[Trajectory, ...]:
+            there = list(found)
+            for i in todo:
+                rest = self._answer(prompt, i, spans, ends, found[i])
+                whole = continued(found[i], rest) if found[i].response_ids else rest
+                there[i] = kept(whole, _LONGEST) if is_begun(whole) else whole
+            return tuple(there)
+
         self._asked(samples)
         try:
             for _ in range(_CHUNKS_LEFT if begun else _CHUNKS):
@@ -161,13 +176,11 @@ class FaultyEngine:
                 if self._failed_updates != failed_updates:
                     raise EngineDirty(f"{self._process.name}: a weight update failed while this request ran")
                 spans.append((self.version, self._weights()))
+                if not self.health.garbage and self.health.spoilt_updates < 0:
+                    tell(so_far("abort"))
         finally:
             self._asked(-samples)
-        for i in todo:
-            rest = self._answer(prompt, i, spans, "abort" if is_aborted else "stop", found[i])
-            whole = continued(found[i], rest) if found[i].response_ids else rest
-            found[i] = kept(whole, _LONGEST) if is_begun(whole) else whole
-        return tuple(found)
+        return so_far("abort" if is_aborted else "stop")
 
     def _asked(self, requests: int) -> None:
         self._busy_s = self.busy_s
@@ -287,6 +300,8 @@ class SimulatedSampler:
 
     def __init__(self, engine: FaultyEngine, samples: int, unscored: float, faults: Any) -> None:
         self.engine, self._samples, self._unscored, self._faults = engine, samples, unscored, faults
+        self._under_way = dict[int, UnfinishedGroup]()
+        self._turned = asyncio.Event()
 
     @property
     def busy_s(self) -> float:
@@ -300,11 +315,27 @@ class SimulatedSampler:
         self, prompt: Prompt, *, group_id: int, admitted_version: int, begun: UnfinishedGroup | None = None, **_: Any
     ) -> Group | UnfinishedGroup:
         await self._faults.befalls_sampling(prompt.prompt_id)
-        answers = await self.engine.generate(prompt, self._samples, begun.answers if begun is not None else ())
+
+        def note(answers: tuple[Trajectory, ...]) -> None:
+            self._under_way[group_id] = UnfinishedGroup(group_id, answers)
+            self._turned.set()
+
+        try:
+            answers = await self.engine.generate(prompt, self._samples, begun.answers if begun is not None else (), note)
+        finally:
+            self._under_way.pop(group_id, None)
         if self.engine.is_leaving and any(map(is_begun, answers)):
             return UnfinishedGroup(group_id, answers)
         scored = tuple(self._scored(answer, prompt, index) for index, answer in enumerate(answers))
         return Group(group_id, prompt, scored, admitted_version)
+
+    async def turned(self) -> None:
+        await self._turned.wait()
+        self._turned.clear()
+
+    def so_far(self, groups: Iterable[int]) -> dict[int, UnfinishedGroup]:
+        """After each part of an answer, as after a turn."""
+        return {group_id: self._under_way[group_id] for group_id in groups if group_id in self._under_way}
 
     async def answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
         await self._faults.befalls_sampling(prompt.prompt_id)

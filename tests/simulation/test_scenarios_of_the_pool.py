@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from typing import Any
 
@@ -340,3 +341,13 @@ def test_groups_of_one_task_take_slots_though_another_one_is_played_in_an_enviro
     monkeypatch.setattr(SimulatedSampler, "group", counted)
     check(Scenario((Fault(60.0, "kill_worker"),), {"groups_per_step": 16, "changes": TWO_TASKS, **GOOD_FOR}, lost=1))
     assert most["asked"] == 2 and most["played"] >= 8
+
+
+GOES_ON = r"group \d+ goes on from \d+ tokens: rollout worker \d+ was lost in the middle of its rollouts"
+
+
+def test_rollouts_with_turns_of_a_worker_that_dies_go_on_from_there() -> None:
+    """Also where the weights were taken back meanwhile: by the books of the world, no token is of other weights than it says."""
+    faults = (*each("kill_worker", 60.0, 3, apart=40.0), Fault(200.0, "kill_learner"), Fault(230.0, "kill_worker"))
+    run = check(Scenario(faults, {"groups_per_step": 16, "changes": TWO_TASKS, "steps": 60}, lost=4, returns=1))
+    assert sum(bool(re.search(GOES_ON, line)) for line in run.trace) >= 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,11 @@ class Slow:
 
     async def answer(self, *_: Any) -> Any:
         raise self._error or AssertionError
+
+    async def turned(self) -> None: ...
+
+    def so_far(self, groups: Iterable[int]) -> dict[int, str]:
+        return dict.fromkeys(groups, "its turns")
 
 
 @pytest.fixture
@@ -240,7 +245,7 @@ def test_what_comes_back_of_checksums_is_small_however_many_there_are(started: S
 @pytest.mark.parametrize("arrives", [{"a": "1"}, {"a": "2"}], ids=["as sent", "otherwise"])
 def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(started: Start, arrives: dict[str, str]) -> None:
     """An engine that others take for dirty may have requests in flight while it is sent everything anew. What is done before the checksums
-    are compared waits for that."""
+    are compared waits for that, whole groups and those that are under way."""
 
     async def scenario() -> None:
         sampler = Slow(checksums=arrives)
@@ -249,9 +254,12 @@ def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(started: St
         await soon()
         update = asyncio.ensure_future(worker.update_weights(4, [asyncio.sleep(0, "bucket")], sent({"a": "1"})))
         await soon()
+        turns = asyncio.ensure_future(worker.turns_so_far(0))
+        await soon()
         sampler.finish.set()
-        assert not (await asyncio.wait({group_of}, timeout=0.05))[0], "its weights are not known yet"
+        assert not (await asyncio.wait({group_of, turns}, timeout=0.05))[0], "its weights are not known yet"
         sampler.engine.compared.set()
+        assert await turns == ((1, {7: "its turns"}) if arrives == {"a": "1"} else (0, {}))
         if arrives == {"a": "1"}:
             receipt = await update
             assert receipt.digest == digest_of(arrives) and receipt.load == WorkerLoad(1.0, 2.0, 3, 4)
