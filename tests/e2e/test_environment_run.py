@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,37 +14,50 @@ import yaml
 from transformers import AutoTokenizer
 
 from evenkeel.actors.record.run_folder import RunFolder
-from tests.e2e.launch import RECIPE, evenkeel
+from tests.e2e.launch import RECIPE, Run, evenkeel
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+WORKER = "ray::RolloutWorker"
 ROUNDS = """
 import asyncio
 
 class Rounds:
     async def reset(self, task):
+        self.task = task["id"]
         return task["prompt"]
 
     async def step(self, turn):
         await asyncio.sleep(0.02)
         return "again", float(len(turn.token_ids)), turn.number == 2
 """
+GATE = """
+        if turn.number == 1 and "train" in self.task:
+            folder(f"waits {id(self)} {os.getpid()}").touch()
+            while not folder("open").exists():
+                await asyncio.sleep(0.1)
+"""
 
 
-def test_a_run_in_an_environment(tmp_path: Path) -> None:
-    """Half of the tokens that are no characters end a turn, so that a model of random weights has short ones. Mismatch at equal weights is
-    rounding in every step, over all turns; rewards are the lengths of what was said."""
-    (tmp_path / "rounds.py").write_text(ROUNDS)
-    model = save_tiny_model(save_tiny_tokenizer(tmp_path / "model"))
+def recipe_in(folder: Path, rounds: str) -> tuple[str, str]:
+    """A recipe whose task is this environment, and its model: half of the tokens that are no characters end a turn, so that a model of
+    random weights has short ones."""
+    (folder / "rounds.py").write_text(rounds)
+    model = save_tiny_model(save_tiny_tokenizer(folder / "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     broken = [token for token in range(len(tokenizer)) if "\N{REPLACEMENT CHARACTER}" in tokenizer.decode([token])]
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": broken[::2]}))
     recipe = yaml.safe_load(RECIPE.read_text())
-    recipe["rollout"] |= {"reward": {"kind": "environment"}, "environment": {"path": "rounds:Rounds", "folder": str(tmp_path)}}
+    recipe["rollout"] |= {"reward": {"kind": "environment"}, "environment": {"path": "rounds:Rounds", "folder": str(folder)}}
     recipe["rollout"]["engine"] |= {"context_length": 512}
     recipe["rollout"]["sampling"] |= {"max_tokens": 200}
-    (tmp_path / "rounds.yaml").write_text(yaml.safe_dump(recipe))
-    done = evenkeel("train", str(tmp_path / "rounds.yaml"), f"model={model}", f"run_dir={tmp_path / 'run'}", "steps=3", timeout_s=900.0)
+    (folder / "rounds.yaml").write_text(yaml.safe_dump(recipe))
+    return str(folder / "rounds.yaml"), f"model={model}"
+
+
+def test_a_run_in_an_environment(tmp_path: Path) -> None:
+    """Mismatch at equal weights is rounding in every step, over all turns; rewards are the lengths of what was said."""
+    done = evenkeel("train", *recipe_in(tmp_path, ROUNDS), f"run_dir={tmp_path / 'run'}", "steps=3", timeout_s=900.0)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 3
@@ -56,3 +73,34 @@ def test_a_run_in_an_environment(tmp_path: Path) -> None:
         "of each group it is told when its tools work"
     )
     assert all(by_group[span.group].begin <= span.begin and span.end <= by_group[span.group].end for span in tools)
+
+
+def test_sessions_of_a_worker_that_is_killed_go_on_with_another_one(tmp_path: Path) -> None:
+    """One of two workers is killed while all rollouts wait for their environments' second step: what it had goes on with the other one. It
+    is trained with the logprobs of an engine that is gone, which are the learner's, to rounding."""
+    at = f"import os\nfrom pathlib import Path\nfolder = Path({str(tmp_path)!r}).joinpath\n"
+    told = recipe_in(tmp_path, at + ROUNDS.replace("        await asyncio.sleep(0.02)\n", GATE))
+    settings = ("steps=3", "rollout.workers=2", "rollout.environment.deadline_s=300")
+    run = Run(tmp_path / "run", *told, f"run_dir={tmp_path / 'run'}", *settings)
+
+    def waiting() -> int:
+        return len(list(tmp_path.glob("waits *")))
+
+    try:
+        run.wait_until(lambda: len(run.pids(WORKER)) == 2 and waiting() > 0, "rollouts of both workers")
+        known = -1
+        while known != waiting():
+            known = waiting()
+            time.sleep(5.0)
+        os.kill(run.pids(WORKER)[0], signal.SIGKILL)
+        run.wait_until(lambda: "in the middle of its rollouts" in run.events(), "the worker's loss")
+        (tmp_path / "open").touch()
+        assert run.wait() == 0, run.output()[-4000:]
+        going_on = re.findall(r"group (\d+) goes on from (\d+) tokens: rollout worker \d was lost in the middle", run.events())
+        assert len(going_on) > 1 and all(int(tokens) > 0 for _, tokens in going_on)
+        spans = RunFolder.view(tmp_path / "run").read_timeline()
+        assert {int(group) for group, _ in going_on} <= {span.group for span in spans if span.what == "sample" and span.why is None}
+        known_k3 = [step["mismatch/k3"] for step in run.metrics() if "mismatch/k3" in step]
+        assert known_k3 and max(known_k3) < 1e-11
+    finally:
+        run.close()
