@@ -10,6 +10,7 @@ grafana_port=${EVENKEEL_GRAFANA_PORT:-3000}
 data=${EVENKEEL_OBSERVE_DATA:-.tools/observe}
 [[ -x .tools/prometheus/prometheus ]] || deploy/fetch_prometheus.sh
 mkdir -p "$data/prometheus" "$data/grafana"
+data=$(realpath "$data")  # Grafana takes a relative path for one below its home
 
 started=()
 finish() {
@@ -32,7 +33,7 @@ if [[ -n $grafana ]]; then
     export EVENKEEL_PROMETHEUS=http://127.0.0.1:$port EVENKEEL_BOARDS=$PWD/deploy/grafana
     export GF_SERVER_HTTP_ADDR=127.0.0.1 GF_SERVER_HTTP_PORT=$grafana_port GF_ANALYTICS_REPORTING_ENABLED=false
     export GF_ANALYTICS_CHECK_FOR_UPDATES=false GF_AUTH_ANONYMOUS_ENABLED=true GF_PATHS_DATA=$data/grafana
-    export GF_PATHS_PROVISIONING=$PWD/deploy/grafana/provisioning
+    export GF_PATHS_LOGS=$data/grafana/log GF_PATHS_PLUGINS=$data/grafana/plugins GF_PATHS_PROVISIONING=$PWD/deploy/grafana/provisioning
     "$grafana" --homepath="$home" &
     started+=($!)
     echo "Grafana:    http://127.0.0.1:$grafana_port/d/evenkeel"

@@ -381,6 +381,8 @@ def trace(
     from evenkeel.actors.record.run_folder import RunFolder
     from evenkeel.trace import send_spans, write_trace
 
+    if output is not None and otlp:
+        raise ConfigError("evenkeel trace takes --output or --otlp: it writes a file, or sends to a collector instead")
     folder = RunFolder.view(run_dir)
     typer.echo(f"sent: {send_spans(folder, otlp)} spans" if otlp else f"trace: {write_trace(folder, output)}")
 

@@ -17,6 +17,8 @@ from evenkeel.deployment.kuberay import kuberay
 from evenkeel.deployment.ray_clusters import aws, local, slurm
 from evenkeel.plan.layouts import Gpus
 
+_MOUNT, _NAMESPACE = "/shared", "default"
+
 
 def as_yaml(documents: Iterable[Mapping[str, Any]]) -> str:
     """Documents as one file. A text of several lines stands there as it is read."""
@@ -43,7 +45,10 @@ def deploy(
         str,
         typer.Option(metavar="NAME", help="What holds run folder and model: a claim (PVC, ReadWriteMany), on AWS an NFS server."),
     ] = "",
-    mount: Annotated[str, typer.Option(metavar="FOLDER", help="Where all nodes see it; run_dir and model are below.")] = "/shared",
+    mount: Annotated[str, typer.Option(metavar="FOLDER", help="Where all nodes see it; run_dir and model are below.")] = _MOUNT,
+    namespace: Annotated[
+        str, typer.Option(metavar="NAME", help="With --kuberay, the namespace of all that is printed; Prometheus finds the run by it.")
+    ] = _NAMESPACE,
     hosts: Annotated[
         list[str] | None, typer.Option("--host", metavar="ADDRESS", help="With --local, once for each host; the first is the head.")
     ] = None,
@@ -70,18 +75,24 @@ def deploy(
         raise ConfigError("evenkeel deploy --local needs --host, once for each host, such as --host 10.0.0.1 --host 10.0.0.2")
     if hosts and not local_is_meant:
         raise ConfigError("evenkeel deploy takes --host with --local alone: other clusters find their nodes themselves")
-    if (image or volume) and (local_is_meant or slurm_is_meant):
+    if (image or volume or mount != _MOUNT) and (local_is_meant or slurm_is_meant):
         raise ConfigError(
-            "evenkeel deploy takes --image and --volume with --kuberay and --aws alone: other hosts have code and folders there"
+            "evenkeel deploy takes --image, --volume and --mount with --kuberay and --aws alone: other hosts have code and folders there"
         )
+    if namespace != _NAMESPACE and not kuberay_is_meant:
+        raise ConfigError("evenkeel deploy takes --namespace with --kuberay alone: it is one of Kubernetes")
     kind = Gpus.parse(gpus)
+    if kind.nodes > 1:
+        raise ConfigError(
+            f"--gpus {gpus}: evenkeel deploy counts the nodes itself, from the recipe. Write {kind.name}x{kind.per_node}, GPUs of one node"
+        )
     given = load_config(RunConfig, recipe, overrides or [])
     found = check_on_paper_or_refuse(given, has_gpu=True, meant=[kind])
     if isinstance(found, list):
         raise ConfigError(str(next(one for one in found if one.severity == "fail")))
     config, facts = found
     if kuberay_is_meant:
-        text = as_yaml(kuberay(config, as_recipe(given), facts.shape, kind, image=image, claim=volume, mount=mount))
+        text = as_yaml(kuberay(config, as_recipe(given), facts.shape, kind, image=image, claim=volume, mount=mount, namespace=namespace))
     elif aws_is_meant:
         text = as_yaml([aws(config, facts.shape, kind, image=image, volume=volume, mount=mount)])
     elif local_is_meant:

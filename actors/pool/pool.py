@@ -44,7 +44,7 @@ from evenkeel.actors.pool.workers import WorkerHandle, WorkerState
 from evenkeel.actors.processes.pacing import CallThrottle, Phase
 from evenkeel.actors.processes.supervision import AGAIN_S, call_until_answered, call_with_retries, kill, unless_failed, unwrapped, wait_for
 from evenkeel.actors.record.recorder import Recorder
-from evenkeel.actors.settings.deadlines import ANSWER_S, group_s
+from evenkeel.actors.settings.deadlines import ANSWER_S, LEAST_HAND_BACK_S, group_s
 from evenkeel.actors.settings.evaluation_places import evaluation_answers_at_once, questions_of_a_call
 from evenkeel.actors.weights.weight_sync import SyncTarget, WeightSync
 from evenkeel.correction.errors import (
@@ -67,8 +67,6 @@ log = logging.getLogger("evenkeel.pool")
 _STARTS = 3
 # Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group.
 _MAX_RESYNCS = 3
-# Long answers with routed experts take seconds a group to read and to send.
-_LEAST_HAND_BACK_S = 10.0
 _CALL = "a worker's call"
 # Seconds of waiting for further changes in a large pool, times the number of workers: looking through hundreds takes milliseconds.
 _LOOK_S = 2e-5
@@ -353,7 +351,7 @@ class RolloutPool:
             self.sync.leave(worker.name)
         drain_s = self._deadlines.drain_s
         within_s = drain_s if left_s is None else min(drain_s, left_s / 2)
-        hand_back_s = max(_LEAST_HAND_BACK_S, drain_s if left_s is None else min(drain_s, left_s - within_s))
+        hand_back_s = max(LEAST_HAND_BACK_S, drain_s if left_s is None else min(drain_s, left_s - within_s))
         worker.state, worker.leaves = WorkerState.LEAVING, True
         under_way = f"with {counted(len(worker.groups), 'group')} under way and {within_s:.0f} s for them"
         self._recorder.event("info", f"rollout worker {worker.name} leaves, {under_way}: {why}")

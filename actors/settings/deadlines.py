@@ -22,6 +22,8 @@ from evenkeel.rollout.engine_settings.engine_config import EngineConfig, EngineD
 
 ANSWER_S = 60.0
 """Seconds in which a part answers a short call, in addition to the wait that the call asks for."""
+LEAST_HAND_BACK_S = 10.0
+"""Seconds that a worker which leaves has at least to hand back its groups: with routed experts long ones take seconds to read and send."""
 # Tokens a second of the slowest learner over those of one answer at deadlines.tokens_per_s: it reads many sequences at once.
 _LEARNER_PACE = 1000
 # Bytes of a checkpoint over those of the model: weights, float32 master weights and two moments of Adam, and the Hugging Face folder.

@@ -49,7 +49,7 @@ _END_S = 20.0  # the end of an engine
 
 
 def kuberay(
-    config: RunConfig, recipe: Mapping[str, Any], shape: ModelShape, gpus: Gpus, *, image: str, claim: str, mount: str
+    config: RunConfig, recipe: Mapping[str, Any], shape: ModelShape, gpus: Gpus, *, image: str, claim: str, mount: str, namespace: str
 ) -> list[Any]:
     """Documents for `kubectl apply`: the recipe, the RayJob, and what Prometheus needs to find both.
 
@@ -59,6 +59,7 @@ def kuberay(
         gpus: of a pod of ranks or of engines.
         image: that deploy/Dockerfile builds.
         claim: PersistentVolumeClaim (ReadWriteMany) with the run folder and the model; mount: where all pods see it.
+        namespace: of all that is asked for; Prometheus, which usually is in another, finds the run by it.
     Raises: ConfigError for a recipe that such pods can't run.
     """
     refuse_shared_gpus(config)
@@ -76,20 +77,21 @@ def kuberay(
     of_run = {_LABEL: name}
     head = {**of_run, "ray.io/node-type": "head"}
     discovery = {"name": "discovery", "port": DISCOVERY, "targetPort": DISCOVERY}
-    scraped = {"httpSDConfigs": [{"url": f"http://{name}-metrics:{DISCOVERY}/sd", "refreshInterval": "15s"}], "jobName": "evenkeel"}
+    url = f"http://{name}-metrics.{namespace}.svc:{DISCOVERY}/sd"
+    scraped = {"httpSDConfigs": [{"url": url, "refreshInterval": "15s"}], "jobName": "evenkeel"}
     of_ray = {"selector": {"matchLabels": of_run}, "podMetricsEndpoints": [{"port": "metrics", "interval": "15s"}]}
     text = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
+
+    def document(api: str, kind: str, name: str, **rest: Any) -> dict[str, Any]:
+        return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "namespace": namespace, "labels": dict(of_run)}, **rest}
+
     return [
-        _document("v1", "ConfigMap", f"{name}-recipe", of_run, data={_RECIPE.name: text}),
-        _document("ray.io/v1", "RayJob", name, of_run, spec=job),
-        _document("v1", "Service", f"{name}-metrics", of_run, spec={"selector": head, "ports": [discovery]}),
-        _document("monitoring.coreos.com/v1", "PodMonitor", f"{name}-ray", of_run, spec=of_ray),
-        _document("monitoring.coreos.com/v1alpha1", "ScrapeConfig", name, of_run, spec=scraped),
+        document("v1", "ConfigMap", f"{name}-recipe", data={_RECIPE.name: text}),
+        document("ray.io/v1", "RayJob", name, spec=job),
+        document("v1", "Service", f"{name}-metrics", spec={"selector": head, "ports": [discovery]}),
+        document("monitoring.coreos.com/v1", "PodMonitor", f"{name}-ray", spec=of_ray),
+        document("monitoring.coreos.com/v1alpha1", "ScrapeConfig", name, spec=scraped),
     ]
-
-
-def _document(api: str, kind: str, name: str, labels: Mapping[str, str], **rest: Any) -> dict[str, Any]:
-    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": dict(labels)}, **rest}
 
 
 def _cluster(config: RunConfig, shape: ModelShape, gpus: Gpus, name: str, image: str, claim: str, mount: str) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from evenkeel.actors.config import HubName, RunConfig
+from evenkeel.actors.settings.deadlines import LEAST_HAND_BACK_S
 from evenkeel.actors.settings.devices import gpus_asked, held_by, room_for_engines
 from evenkeel.correction.errors import ConfigError, counted
 from evenkeel.plan.hosts import HostMemory, of_driver, of_engines, of_learner
@@ -26,7 +28,6 @@ _CPUS_PER_GPU, _CPUS_PER_PART, CPUS_OF_HEAD = 8, 2, 8
 _MEMORY, _STORE = 1.25, 1.1
 # What Ray does not give to its object store of the shared memory.
 _BESIDE_STORE = 1 << 30
-_LEAST_HAND_BACK_S = 10.0  # as the pool has it (actors/pool/pool.py)
 _GIB = 1 << 30
 
 
@@ -43,7 +44,7 @@ def stop_wait_s(config: RunConfig) -> int:
 
 def hand_back_s(config: RunConfig) -> int:
     """Time that a node which goes leaves its workers, seconds: to finish groups, and as long again to hand back the rest."""
-    return math.ceil(config.deadlines.drain_s + max(_LEAST_HAND_BACK_S, config.deadlines.drain_s))
+    return math.ceil(config.deadlines.drain_s + max(LEAST_HAND_BACK_S, config.deadlines.drain_s))
 
 
 def drain_variable(seconds: int) -> dict[str, str]:
@@ -129,7 +130,7 @@ def refuse_few_hosts(config: RunConfig, gpus: Gpus, hosts: int) -> None:
 
 def as_assignments(variables: Mapping[str, str]) -> str:
     """As they stand before a command of the shell."""
-    return " ".join(f"{name}={value}" for name, value in variables.items())
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
 
 
 def refuse_shared_gpus(config: RunConfig) -> None:

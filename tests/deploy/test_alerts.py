@@ -100,7 +100,11 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     old = {"eval_time": "361m", "alertname": "EvenkeelCheckpointOld", "exp_alerts": [_alert(by_name["EvenkeelCheckpointOld"])]}
     given = [{"series": series, "values": values} for series, values in SERIES.items()]
     aged = [{"series": f"evenkeel_checkpoint_last_timestamp_seconds{RUN}", "values": "0x400"}]
-    parts = [(given, checks), (aged, [old])]
+    # Resumed in another process, whose first step is finished at minute 60, and stands from then on.
+    resumed = [{"series": f"evenkeel_step{RUN}", "values": "_x60 35x45"}]
+    stands = [(67, []), (90, []), (99, [_alert(by_name["EvenkeelRunStands"])])]
+    new = [{"eval_time": f"{minute}m", "alertname": "EvenkeelRunStands", "exp_alerts": alerts} for minute, alerts in stands]
+    parts = [(given, checks), (aged, [old]), (resumed, new)]
     cases = [{"interval": "1m", "input_series": series, "alert_rule_test": wanted} for series, wanted in parts]
     tests = {"rule_files": [str(ALERTS)], "tests": cases}
     path = tmp_path / "test.yml"

@@ -157,10 +157,16 @@ def _compare(ask: Ask, instance: str, line: StepMetrics) -> None:
 
 
 @needs_prometheus
-def test_the_script_starts_prometheus_on_loopback_and_takes_it_along_when_it_ends(tmp_path: Path) -> None:
-    """Grafana it starts where there is one; here it says how to do without."""
+@pytest.mark.parametrize("has_grafana", [False, True])
+def test_the_script_starts_prometheus_on_loopback_and_takes_it_along_when_it_ends(tmp_path: Path, has_grafana: bool) -> None:
+    """Grafana it starts where there is one, here a stand-in: it takes a relative path for one below its home, where nobody may write, and
+    ends, and Prometheus with it. Without one the script says how to do without."""
     port = free_port()
-    variables = os.environ | {"EVENKEEL_PROMETHEUS_PORT": str(port), "EVENKEEL_OBSERVE_DATA": str(tmp_path)}
+    variables = os.environ | {"EVENKEEL_PROMETHEUS_PORT": str(port), "EVENKEEL_OBSERVE_DATA": os.path.relpath(tmp_path, ROOT)}
+    if has_grafana:
+        (stand_in := tmp_path / "grafana-server").write_text(f"#!/bin/sh\nenv | grep ^GF_PATHS_ >{tmp_path}/paths\nexec sleep 60\n")
+        stand_in.chmod(0o755)
+        variables["PATH"] = f"{tmp_path}:{variables['PATH']}"
     with subprocess.Popen([ROOT / "deploy" / "observe.sh"], env=variables, stdout=subprocess.PIPE, text=True) as script:
 
         def jobs() -> set[str]:
@@ -171,10 +177,13 @@ def test_the_script_starts_prometheus_on_loopback_and_takes_it_along_when_it_end
                 return set()
 
         try:
-            assert until(lambda: jobs() == {"evenkeel", "ray"})
+            assert until(lambda: jobs() == {"evenkeel", "ray"} and (tmp_path / "paths").exists() == has_grafana)
         finally:
             script.send_signal(signal.SIGTERM)
         told = script.stdout.read() if script.stdout else ""
         assert script.wait(20) == 143 and jobs() == set()
     assert f"Prometheus: http://127.0.0.1:{port}" in told and "Grafana" in told
     assert (tmp_path / "prometheus").is_dir()
+    paths = dict(line.split("=", 1) for line in (tmp_path / "paths").read_text().splitlines()) if has_grafana else {}
+    for name in ("DATA", "LOGS", "PLUGINS") if has_grafana else ():
+        assert Path(paths[f"GF_PATHS_{name}"]).is_relative_to(tmp_path / "grafana"), name

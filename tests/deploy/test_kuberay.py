@@ -86,7 +86,9 @@ FIELDS: dict[str, dict[str, Any]] = {
 def documents(recipe: str, *overrides: str, gpus: str = "H200x8") -> tuple[list[Any], RunConfig, ModelShape]:
     given = load_config(RunConfig, ROOT / "recipes" / f"{recipe}.yaml", [*ON_VOLUME, *overrides])
     config, shape = with_devices(given, has_gpu=True), ModelShape.of(SHAPES[recipe])
-    made = kuberay(config, as_recipe(given), shape, Gpus.parse(gpus), image="REGISTRY/evenkeel:gpu", claim="shared", mount="/shared")
+    made = kuberay(
+        config, as_recipe(given), shape, Gpus.parse(gpus), image="REGISTRY/evenkeel:gpu", claim="shared", mount="/shared", namespace="runs"
+    )
     return list(yaml.safe_load_all(as_yaml(made))), config, shape
 
 
@@ -215,11 +217,13 @@ def test_a_pod_that_is_taken_away_has_the_time_to_hand_back_its_groups(drain_s: 
 
 
 def test_prometheus_finds_the_run_where_the_run_says_that_it_is() -> None:
+    """From a pod in another namespace, where the name of a Service alone is none."""
     found, _, _ = documents("qwen3_8b_8gpu")
     (told,) = of_kind(found, "ScrapeConfig")["spec"]["httpSDConfigs"]
     service, job = of_kind(found, "Service"), of_kind(found, "RayJob")["spec"]
     port = re.search(r"metrics\.discovery_port=(\d+)", job["entrypoint"])
-    assert port is not None and told["url"] == f"http://{service['metadata']['name']}:{port[1]}/sd"
+    assert port is not None and told["url"] == f"http://{service['metadata']['name']}.runs.svc:{port[1]}/sd"
+    assert {document["metadata"]["namespace"] for document in found} == {"runs"}
     head = job["rayClusterSpec"]["headGroupSpec"]["template"]
     assert service["spec"]["selector"].items() - head["metadata"]["labels"].items() == {("ray.io/node-type", "head")}, "KubeRay's own label"
     assert int(port[1]) in [one["containerPort"] for one in head["spec"]["containers"][0]["ports"]]

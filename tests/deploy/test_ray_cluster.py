@@ -243,14 +243,20 @@ def test_a_name_is_one_that_kubernetes_takes(name: str, said: str) -> None:
 def test_a_slurm_job_offers_the_resource_that_the_run_asks_for() -> None:
     assert "EVENKEEL_RESOURCE=engines" in script("qwen3_8b_8gpu", "ray.rollout_resource=engines")
     assert "${EVENKEEL_RESOURCE:-rollout}" in (ROOT / "deploy" / "slurm.sh").read_text()
+    (line,) = (line for line in script("qwen3_8b_8gpu", "ray.rollout_resource=my engines").splitlines() if line.startswith("export"))
+    told = subprocess.run(["bash", "-c", f"{line}; echo $EVENKEEL_RESOURCE"], capture_output=True, text=True, check=True)
+    assert told.stdout == "my engines\n"
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--slurm", "--host", "10.0.0.1"), "takes --host with --local alone"),
-        (("--slurm", "--volume", "shared"), "takes --image and --volume with --kuberay and --aws alone"),
-        (("--local", "--host", "10.0.0.1", "--image", "x"), "takes --image and --volume with --kuberay and --aws alone"),
+        (("--slurm", "--volume", "shared"), "takes --image, --volume and --mount with --kuberay and --aws alone"),
+        (("--local", "--host", "10.0.0.1", "--image", "x"), "takes --image, --volume and --mount with --kuberay and --aws alone"),
+        (("--slurm", "--mount", "/data"), "takes --image, --volume and --mount with --kuberay and --aws alone"),
+        (("--slurm", "--namespace", "runs"), "takes --namespace with --kuberay alone"),
+        (("--slurm", "--gpus", "H200x8x4"), "--gpus H200x8x4: evenkeel deploy counts the nodes itself, from the recipe. Write H200x8"),
     ],
 )
 def test_an_option_of_another_kind_of_cluster_is_refused(words: tuple[str, ...], said: str) -> None:

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from typer.testing import CliRunner
 
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.timeline import LaneSpan
+from evenkeel.cli import app
 from evenkeel.correction.errors import ConfigError
 from evenkeel.trace import send_spans, trace_events, write_trace
 
@@ -91,6 +93,13 @@ def test_a_collector_gets_each_span_once_with_its_times_in_its_lane(tmp_path: Pa
     }
     wanted = {(span.lane, "sample", round(span.begin * 1e9), round(span.end * 1e9), span.version) for span in spans}
     assert found == wanted and len(got) == 3
+
+
+def test_a_file_and_a_collector_are_not_both_meant(tmp_path: Path) -> None:
+    """It would write no file."""
+    words = ["trace", str(tmp_path), "--output", str(tmp_path / "x.json"), "--otlp", "http://127.0.0.1:1/v1/traces"]
+    with pytest.raises(ConfigError, match="takes --output or --otlp"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
 
 
 def test_a_collector_that_takes_nothing_is_said(tmp_path: Path) -> None:
