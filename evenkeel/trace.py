@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.actors.record.timeline import LaneSpan
+from evenkeel.actors.record.timeline import LaneSpan, lane_order
 from evenkeel.correction.errors import ConfigError
 
 # Spans of one request to a collector, and seconds for it.
@@ -78,18 +78,12 @@ def trace_events(spans: Iterable[LaneSpan]) -> Iterator[dict[str, Any]]:
     for span in spans:
         by_lane.setdefault(span.lane, []).append(span)
     origin = min(span.begin for of_lane in by_lane.values() for span in of_lane)
-    for process, (lane, of_lane) in enumerate(sorted(by_lane.items(), key=lambda one: _order(one[0])), 1):
+    for process, (lane, of_lane) in enumerate(sorted(by_lane.items(), key=lambda one: lane_order(one[0])), 1):
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": lane}}
         yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
         for thread, span in _threads(of_lane):
             begin, end = round((span.begin - origin) * 1e6), round((span.end - origin) * 1e6)
             yield {"ph": "X", "name": span.what, "pid": process, "tid": thread, "ts": begin, "dur": end - begin, "args": _told(span)}
-
-
-def _order(lane: str) -> tuple[int, str, int]:
-    """The driver first, then by kind and number."""
-    kind, _, number = lane.partition("-")
-    return lane != "driver", kind, int(number) if number.isdecimal() else 0
 
 
 def _threads(spans: Sequence[LaneSpan]) -> Iterator[tuple[int, LaneSpan]]:

@@ -251,6 +251,8 @@ class RunFolder:
         folder._lock = own(folder.path)
         for lines in (*folder._lines_by_step, JsonLines(folder.timeline_path)):
             lines.repair()
+        for leftover in folder.path.glob(f".*.{folder.timeline_path.name}"):  # of a kill while it lost its older half
+            leftover.unlink(missing_ok=True)
         folder.clear_partial_checkpoints()
         return folder
 

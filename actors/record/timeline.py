@@ -13,6 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from evenkeel.actors.carriers import LaneReport, Span
 from evenkeel.actors.json_lines import JsonLines, append_whole
 
 _MOST_BYTES = 64 << 20
+# A half that couldn't be dropped is tried again after this part of _MOST_BYTES.
+_TRIES = 16
 # Reports of a lane from which the difference of its clock is taken: as many as hold for some minutes, in which clocks drift by less than a
 # report takes on its way.
 _REPORTS = 64
@@ -84,10 +87,14 @@ class Timeline:
 
 
 def append_spans(path: Path, spans: Sequence[LaneSpan], *, most_bytes: int = _MOST_BYTES) -> None:
-    """Add lines; a file that is too large then loses its older half. Raises: OSError, and the file is as it was."""
-    append_whole(path, "".join(json.dumps(span.record(), allow_nan=False) + "\n" for span in spans).encode())
-    if path.stat().st_size > most_bytes:
-        _drop_half(path, most_bytes // 2)
+    """Add lines; a file that is too large then loses its older half. Where the disk has no room for that it stays larger, and tries again
+    when it has grown by a part. Raises: OSError, and the file is as it was."""
+    content = "".join(json.dumps(span.record(), allow_nan=False) + "\n" for span in spans).encode()
+    append_whole(path, content)
+    size, part = path.stat().st_size, most_bytes // _TRIES
+    if size > most_bytes and size // part > (size - len(content)) // part:
+        with suppress(OSError):  # the lines are there: whoever wrote them again would have them twice
+            _drop_half(path, most_bytes // 2)
 
 
 def _drop_half(path: Path, kept_bytes: int) -> None:
@@ -107,3 +114,10 @@ def _drop_half(path: Path, kept_bytes: int) -> None:
 def read_timeline(path: Path) -> list[LaneSpan]:
     """All spans of the file, in its order; a line that is being written is left out, and without the file there are none."""
     return JsonLines(path).read(LaneSpan.of_record)
+
+
+def lane_order(lane: str) -> tuple[int, int, str]:
+    """By which lanes are sorted for people: driver, service, ranks, workers; ranks and workers by their numbers."""
+    name, _, number = lane.rpartition("-")
+    first = next((i for i, start in enumerate(("driver", "service", "rank", "worker")) if lane.startswith(start)), 4)
+    return first, int(number) if number.isdecimal() else 0, name or lane

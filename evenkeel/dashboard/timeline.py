@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from evenkeel.actors.record.timeline import lane_order
 from evenkeel.dashboard.open_run import OpenRun
 
 MOST_SPANS = 4000
 """Spans that go to the browser; where there are more, those of one kind that follow each other closely are one."""
 FIRST_S = 120.0
 """What is shown of a longer run at first: its newest part."""
+_SHORTEST_S = 1e-3
+"""Of a whole timeline whose spans are all at one instant."""
 BOOK = "book"
 """Lane of what is no process: finished groups that wait for their batch."""
 
@@ -25,16 +28,16 @@ def timeline(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
         return {"lanes": [], "whole": None, "spans": []}
     begin, end = np.array(spans.begin), np.array(spans.end)
     kind, version, group = np.array(spans.kind), np.array(spans.version), np.array(spans.group)
-    whole = float(begin.min()), float(end.max())
+    whole = float(begin.min()), max(float(end.max()), float(begin.min()) + _SHORTEST_S)
     followed = int(asked["group"]) if asked.get("group") else None
     of_group = _way(spans.kinds, kind, version, group, followed)
     part = _part(asked, whole, (begin[of_group], end[of_group]))
-    inside = (begin < part[1]) & (end > part[0])
-    lanes = sorted({lane for lane, _, _ in spans.kinds}, key=_lane_order)
+    inside = (begin < part[1]) & ((end > part[0]) | (begin >= part[0]))  # a span may have no length
+    lanes = sorted({lane for lane, _, _ in spans.kinds}, key=lane_order)
     columns = kind, begin, end, version, group, np.ones(len(kind), dtype=np.int64)
     own, others = (tuple(column[chosen] for column in columns) for chosen in (inside & of_group, inside & ~of_group))
     shortest_s = 0.0
-    if (most := MOST_SPANS - len(own[0])) < len(others[0]):
+    if len(others[0]) > max(0, most := MOST_SPANS - len(own[0])):
         others, shortest_s = _merged(others, (part[1] - part[0]) / 1000, most)
     rows = [*_rows(spans.kinds, own), *_rows(spans.kinds, others)]
     known = spans.kinds, kind[inside], begin[inside], end[inside], part
@@ -75,13 +78,6 @@ def _part(asked: Mapping[str, str], whole: tuple[float, float], followed: tuple[
     return max(whole[0], whole[1] - FIRST_S), whole[1]
 
 
-def _lane_order(lane: str) -> tuple[int, int, str]:
-    """Driver, service, ranks, workers; ranks and workers by their numbers."""
-    name, _, number = lane.rpartition("-")
-    first = next((i for i, start in enumerate(("driver", "service", "rank", "worker")) if lane.startswith(start)), 4)
-    return first, int(number) if number.isdecimal() else 0, name or lane
-
-
 def _rows(kinds: Sequence[tuple[str, str, str]], columns: tuple[np.ndarray, ...]) -> Iterator[dict[str, Any]]:
     """Spans as the page has them. Args: columns: kind, begin, end, version, group, and how many spans each stands for."""
     for kind, begin, end, version, group, count in zip(*(column.tolist() for column in columns), strict=True):
@@ -99,9 +95,9 @@ def _merged(columns: tuple[np.ndarray, ...], gap_s: float, most: int) -> tuple[t
     kind, begin, end, version, *_ = columns
     order = np.lexsort((begin, kind))
     kind, begin, end, version = kind[order], begin[order], end[order], version[order]
-    # Each kind is put behind the one before, so that one running maximum says how far spans of the same kind have reached.
-    length = float(end.max() - begin.min())
-    behind = kind * (2 * length) - begin.min()
+    # Each kind is put far behind the one before, so that one running maximum says how far spans of the same kind have reached.
+    length = max(_SHORTEST_S, float(end.max() - begin.min()))
+    behind = kind * (3 * length) - begin.min()
     gaps = (begin + behind)[1:] - np.maximum.accumulate(end + behind)[:-1]
     gap_s = min(length, max(gap_s, float(np.partition(gaps, -most)[-most]) if most > 0 else math.inf))
     first = np.flatnonzero(np.concatenate([[True], gaps > gap_s]))

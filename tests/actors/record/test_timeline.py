@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,23 @@ def test_the_file_is_bounded_and_keeps_whole_lines_of_the_newest_spans(tmp_path:
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
+def test_where_the_disk_has_no_room_for_the_newer_half_no_span_is_lost_or_refused(tmp_path: Path) -> None:
+    """A folder in the place of the file that is to be written: the lines are there already, and would be written again."""
+    path = tmp_path / "timeline.jsonl"
+    (no_room := tmp_path / f".{os.getpid()}.timeline.jsonl").mkdir()
+
+    def add(number: int) -> None:
+        append_spans(path, [LaneSpan("sample", 1e9 + number, 1e9 + number + 1, number, None, lane="worker-0")], most_bytes=20_000)
+
+    for number in range(400):
+        add(number)
+    assert [span.version for span in read_timeline(path)] == list(range(400)) and path.stat().st_size > 20_000
+    no_room.rmdir()
+    for number in range(400, 420):
+        add(number)
+    assert path.stat().st_size < 20_000 and read_timeline(path)[-1].version == 419
+
+
 def test_a_line_that_is_torn_or_no_span_is_left_out_and_a_resume_repairs_the_file(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", "x") as folder:
         folder.write_text("config.yaml", "steps: 10\n")
@@ -76,6 +94,8 @@ def test_a_line_that_is_torn_or_no_span_is_left_out_and_a_resume_repairs_the_fil
                 file.write(json.dumps(good.record() | wrong) + "\n")
             file.write('{"lane": "rank-0", "what": "st')
         assert folder.read_timeline() == [good]
+    (half := tmp_path / "run" / ".123.timeline.jsonl").write_text("that a kill has left")
     with RunFolder.open(tmp_path / "run") as folder:
+        assert not half.exists()
         folder.append_spans([good])
         assert folder.read_timeline() == [good, good]

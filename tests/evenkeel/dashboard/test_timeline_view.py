@@ -149,6 +149,28 @@ def test_shares_are_those_of_all_spans_however_many_are_drawn(tmp_path: Path, co
     assert [one["what"] for one in whole["spans"] if one["group"] == 17] == ["sample", "reward", "queue"], "they are never merged"
 
 
+def test_spans_at_one_instant_are_a_timeline(tmp_path: Path) -> None:
+    """Of one kind and of two, fewer and more than are drawn."""
+    with made(tmp_path, steps=1) as folder:
+        run = OpenRun(folder.path)
+        for count in (1, 2 * MOST_SPANS):
+            folder.append_spans([LaneSpan("sample", NOON, NOON, 0, None, None, lane=f"worker-{k % 2}") for k in range(count)])
+            found = timeline(run, {})
+            assert found["part"] == (NOON, NOON + 0.001) and [row["busy"] for row in found["busy"]] == [0.0] * min(2, count)
+            drawn = {(one["lane"], one["count"]) for one in found["spans"]}
+        assert drawn == {("worker-0", MOST_SPANS + 1), ("worker-1", MOST_SPANS)}
+
+
+def test_a_followed_group_may_have_more_spans_than_are_drawn_and_be_alone(tmp_path: Path) -> None:
+    with made(tmp_path, steps=1) as folder:
+        folder.append_spans([LaneSpan("tool", NOON + k, NOON + k + 1, 0, 17, None, lane="worker-0") for k in range(MOST_SPANS + 1)])
+        run = OpenRun(folder.path)
+        assert len(timeline(run, {"group": "17"})["spans"]) == MOST_SPANS + 1
+        folder.append_spans([LaneSpan(what, NOON, NOON + MOST_SPANS + 1, 0, None, None, lane="driver") for what in ("wait", "step")])
+        others = [one for one in timeline(run, {"group": "17"})["spans"] if one["group"] is None]
+        assert sorted((one["what"], one["count"]) for one in others) == [("step", 1), ("wait", 1)], "each kind is one"
+
+
 def test_a_long_run_shows_its_newest_part_at_first_and_follows(tmp_path: Path) -> None:
     with made(tmp_path, steps=1) as folder:
         run = OpenRun(folder.path)
