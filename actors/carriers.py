@@ -254,6 +254,10 @@ class ScatterSample:
         return cls(**found)
 
 
+MOST_TOKENS = 16_384
+"""Tokens of a step, or of an evaluation, that are kept, prompts included: 0.7 MB of a step before they are compressed."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShownAnswer:
     """What people are told of an answer whose tokens are kept."""
@@ -294,10 +298,19 @@ class TokenSample:
     the whole vocabulary)."""
     labels: tuple[str, ...] = ()
     """What dropped_by counts, from 1."""
+    correction: Mapping[str, Any] | None = None
+    """Settings that corrected the batch, as JSON has them: an alarm may have put others in the place of those of config.yaml. None: an
+    evaluation, or not known."""
 
     def save(self, path: Path, groups: Sequence[Mapping[str, Any]] = ()) -> None:
         """Write it as .npz. Args: groups: what is told of all groups of the batch, as JSON has it."""
-        facts = {"version": self.version, "answers": [asdict(one) for one in self.answers], "labels": self.labels, "groups": groups}
+        facts = {
+            "version": self.version,
+            "answers": [asdict(one) for one in self.answers],
+            "labels": self.labels,
+            "groups": groups,
+            "correction": self.correction,
+        }
         told = np.frombuffer(json.dumps(facts).encode(errors="backslashreplace"), dtype=np.uint8)
         with path.open("wb") as file:
             arrays: dict[str, Any] = {f"column/{name}": values for name, values in self.columns.items()}
@@ -314,7 +327,8 @@ class TokenSample:
         answers = tuple(ShownAnswer(**one) for one in facts["answers"])
         if {len(values) for values in columns.values()} != {int(offsets[-1])} or len(offsets) != len(answers) + 1:
             raise ValueError("its arrays have other lengths than its offsets say")
-        return cls(int(facts["version"]), answers, offsets, columns, tuple(facts["labels"])), list(facts["groups"])
+        sample = cls(int(facts["version"]), answers, offsets, columns, tuple(facts["labels"]), facts["correction"])
+        return sample, list(facts["groups"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.sides import options
-from evenkeel.actors.carriers import TokenSample
+from evenkeel.actors.carriers import MOST_TOKENS, TokenSample
 from evenkeel.actors.record.run_folder import RunFolder
-from evenkeel.actors.service.token_sample import MOST_TOKENS, token_sample
+from evenkeel.actors.service.token_sample import token_sample
 from evenkeel.correction import CorrectionConfig, PackedBatch, correct
 from evenkeel.correction.batch import FinalDecision
 from evenkeel.correction.decision import no_counts

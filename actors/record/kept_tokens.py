@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from evenkeel.actors.carriers import ShownAnswer, TokenSample
+from evenkeel.actors.carriers import MOST_TOKENS, ShownAnswer, TokenSample
 from evenkeel.actors.metrics.held_out import Evaluation
 from evenkeel.rollout.trajectory import AnswerPlace, FinishReason, GroupFacts, Prompt
 
 MOST_HELD_OUT = 128
-"""Answers of an evaluation that are kept token by token."""
+"""Sequences of an evaluation's answers that are kept token by token, as far as MOST_TOKENS go."""
 
 
 def group_rows(groups: Sequence[GroupFacts]) -> list[dict[str, Any]]:
@@ -34,7 +34,8 @@ def group_rows(groups: Sequence[GroupFacts]) -> list[dict[str, Any]]:
 
 
 def held_out_tokens(result: Evaluation, prompts: Sequence[Prompt]) -> TokenSample:
-    """The first answers of an evaluation, token by token. Args: prompts: the questions, in the evaluation's order."""
+    """The first answers of an evaluation, token by token; a very long one ends early, and is alone. Args: prompts: the questions, in the
+    evaluation's order."""
     pairs = [
         (prompt, trajectory, AnswerPlace(question, answer, number))
         for question, (prompt, answers) in enumerate(zip(prompts, result.answers, strict=True))
@@ -45,6 +46,8 @@ def held_out_tokens(result: Evaluation, prompts: Sequence[Prompt]) -> TokenSampl
     answers = []
     for prompt, trajectory, place in pairs:
         sequence = trajectory.sequences[place.sequence]
+        if answers and offsets[-1] + sum(len(segment.ids) for segment in sequence.segments) > MOST_TOKENS:
+            break
         of_token = np.full(len(sequence.response_ids), -1, dtype=np.int32)
         for span in sequence.version_spans:
             of_token[span.start : span.end] = span.version
@@ -56,7 +59,8 @@ def held_out_tokens(result: Evaluation, prompts: Sequence[Prompt]) -> TokenSampl
             sampled.append(np.full(count, own is not None))
             versions.append(np.full(count, -1, dtype=np.int32) if own is None else of_token[own])
             behavior.append(np.full(count, np.nan, dtype=np.float32) if own is None else logprobs[own])
-        offsets.append(sum(map(len, ids)))
+        whole_tokens = sum(map(len, ids))
+        offsets.append(min(whole_tokens, MOST_TOKENS))
         expected = prompt.answer if isinstance(prompt.answer, str) else " | ".join(prompt.answer)
         told = ShownAnswer(
             group=place.group,
@@ -68,10 +72,11 @@ def held_out_tokens(result: Evaluation, prompts: Sequence[Prompt]) -> TokenSampl
             reward_components=trajectory.reward_components,
             finish_reason=trajectory.finish_reason.value,
             error=trajectory.error,
+            left_out_tokens=whole_tokens - offsets[-1],
             sequence=place.sequence,
         )
         answers.append(told)
     columns = {"token_ids": ids, "turns": turns, "versions": versions, "sampled": sampled, "behavior": behavior}
-    whole = {name: np.concatenate(found) if found else np.zeros(0, dtype=np.int32) for name, found in columns.items()}
-    newest = int(whole["versions"].max(initial=-1))
-    return TokenSample(newest, tuple(answers), np.array(offsets), whole)
+    kept = {name: np.concatenate(found)[: offsets[-1]] if found else np.zeros(0, dtype=np.int32) for name, found in columns.items()}
+    newest = int(kept["versions"].max(initial=-1))
+    return TokenSample(newest, tuple(answers), np.array(offsets), kept)

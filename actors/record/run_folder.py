@@ -429,8 +429,9 @@ class RunFolder:
 
     def write_tokens(self, step: int, write: Callable[[Path], object], kind: SampleKind = "step") -> Path:
         """Keep trajectories token by token, of older steps each fiftieth's."""
-        if (gone := step - KEPT_TOKENS) % 50:
-            self.tokens_path(gone, kind).unlink(missing_ok=True)
+        for older in self.token_steps(kind):  # evaluations come every so many steps: the one that goes isn't at a fixed distance
+            if older <= step - KEPT_TOKENS and older % 50:
+                self.tokens_path(older, kind).unlink(missing_ok=True)
         return self.write_file(self.tokens_path(step, kind).relative_to(self.path).as_posix(), write)
 
     def token_steps(self, kind: SampleKind = "step") -> list[int]:

@@ -8,15 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evenkeel.actors.carriers import ShownAnswer, TokenSample
+from evenkeel.actors.carriers import MOST_TOKENS, ShownAnswer, TokenSample
 from evenkeel.correction.batch import CorrectedBatch, FinalDecision
 from evenkeel.correction.diagnostics.diagnose import proximal_of
 from evenkeel.correction.diagnostics.reasons import token_reasons
 from evenkeel.learner.results import StepValues
 from evenkeel.rollout.trajectory import AnswerPlace, Group
-
-MOST_TOKENS = 16_384
-"""Tokens of a step that are kept, prompts included: 0.7 MB before they are compressed."""
 
 
 def chosen_sequences(places: Sequence[AnswerPlace], lengths: Sequence[int], *, groups: int, version: int) -> list[int]:
@@ -111,7 +108,8 @@ def token_sample(
     ends = batch.offsets.clone()
     ends[1:] -= max(0, int(ends[1]) - MOST_TOKENS) if len(sequences) == 1 else 0
     cut = {name: column[: int(ends[-1])].numpy() for name, column in columns.items()}
-    return TokenSample(batch.learner_version, tuple(answers), ends.numpy(), cut, reasons.labels)
+    settings = None if corrected.config is None else corrected.config.model_dump(mode="json")
+    return TokenSample(batch.learner_version, tuple(answers), ends.numpy(), cut, reasons.labels, settings)
 
 
 def _of(decided: FinalDecision, index: Tensor) -> FinalDecision:

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from evenkeel.actors.carriers import ShownAnswer, TokenSample
 from evenkeel.actors.driver.evaluation import evaluate
-from evenkeel.actors.record.kept_tokens import MOST_HELD_OUT
+from evenkeel.actors.record import kept_tokens
+from evenkeel.actors.record.kept_tokens import MOST_HELD_OUT, held_out_tokens
 from evenkeel.actors.record.run_folder import KEPT_TOKENS, RunFolder
 from evenkeel.correction.early_warning.monitor import State
 from evenkeel.rollout.config import AnswerSampling
@@ -76,6 +78,34 @@ def test_an_evaluation_s_first_answers_are_kept_with_what_was_read_between_turns
     assert of["sampled"] == [False] * 3 + [True, False, False, True, True]
     assert of["versions"] == [-1, -1, -1, 2, -1, -1, 2, 3]
     assert np.nan_to_num(sample.columns["behavior"][whole], nan=9.0).tolist() == [9.0, 9.0, 9.0, -0.5, 9.0, 9.0, -0.25, -0.125]
+
+
+def test_an_evaluation_s_kept_tokens_are_as_few_as_a_step_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 answers of a hundred thousand tokens each would be in the run folder, and in the report, of each evaluation."""
+    monkeypatch.setattr(kept_tokens, "MOST_TOKENS", 12)
+    asked = prompts(0, 5)  # of 3 tokens each
+
+    def kept(*lengths: int) -> tuple[list[int], list[int]]:
+        class Told(Answers):
+            async def answer(self, *_: object) -> list[tuple[Trajectory, ...]]:
+                return [(trajectory(one, range(n), version=2),) for one, n in zip(asked, lengths, strict=True)]
+
+        how = AnswerSampling(samples=1, temperature=0.7)
+        result = asyncio.run(evaluate(Told([None]), asked, how, step=7, correct_at={"": 1.0}))
+        found = held_out_tokens(result, asked)
+        assert {len(column) for column in found.columns.values()} == {found.offsets[-1]}
+        return np.diff(found.offsets).tolist(), [one.left_out_tokens for one in found.answers]
+
+    read = len(asked[0].token_ids)
+    assert kept(2, 2, 2, 2, 2) == ([read + 2] * (12 // (read + 2)), [0] * (12 // (read + 2)))
+    assert kept(20, 1, 1, 1, 1) == ([12], [read + 20 - 12]), "a very long one is cut"
+
+
+def test_evaluations_at_any_distance_are_bounded(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", "x") as folder:
+        for step in range(0, 631, 30):
+            folder.write_tokens(step, lambda path: path.write_bytes(b""), "held_out")
+        assert folder.token_steps("held_out") == [0, 150, 300, *range(450, 631, 30)]
 
 
 def test_kept_tokens_are_bounded(tmp_path: Path) -> None:

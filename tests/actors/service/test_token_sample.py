@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from evenkeel.actors.carriers import TokenSample
+from evenkeel.actors.carriers import MOST_TOKENS, TokenSample
 from evenkeel.actors.config import MetricsConfig
-from evenkeel.actors.service.token_sample import MOST_TOKENS, chosen_sequences
+from evenkeel.actors.service.token_sample import chosen_sequences
 from evenkeel.correction.batch import FinalDecision
+from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.decision import no_counts
 from evenkeel.rollout.trajectory import AnswerPlace
 from tests.actors.service.service_scene import GROUPS, ServiceScene, play
@@ -33,6 +34,7 @@ def test_kept_tokens_are_those_of_whole_groups_of_the_batch_in_their_places(tmp_
             assert told.tokens is not None
             told.tokens.save(tmp_path / "tokens.npz")
             found.append(TokenSample.load(tmp_path / "tokens.npz")[0])
+            assert CorrectionConfig.model_validate(found[-1].correction) == prepared.correction
         scene.stop()
 
     play(scenario)
