@@ -31,12 +31,12 @@ def _curve(
     Args: x: [n] steps. y: [n]. shown: the steps that are drawn.
     Returns: None if there are none.
     """
+    last = None if not len(y) else lookup(name).text(float(y[-1]))
     if is_logarithmic:
         x, y = x[y > 0], y[y > 0]
     smooth = running_mean(np.log(y) if is_logarithmic else y, max(1, len(y) // 25))
     smooth = np.exp(smooth) if is_logarithmic else smooth
     inside = (x >= shown[0]) & (x <= shown[1])
-    last = None if not len(y) else lookup(name).text(float(y[-1]))
     is_smoothed = not is_count and len(y) > 25
     x, y, smooth = x[inside], y[inside], smooth[inside]
     if not len(y):

@@ -21,7 +21,7 @@ from evenkeel.dashboard.charts import chart_of, slice_of
 from evenkeel.dashboard.columns import StepColumns
 from evenkeel.dashboard.curves import CORRECTION_CURVES
 from evenkeel.dashboard.open_run import OpenRun
-from evenkeel.dashboard.tokens import load_tokens
+from evenkeel.dashboard.tokens import kept_steps, load_tokens
 
 _FAMILY = "correction/rejected_by_"
 _OF_BUCKETS = (("proximal", "correction/bucket_"), ("behavior", "correction/bucket_behavior_"))
@@ -32,8 +32,8 @@ _NEAREST = 1e-8  # nats; smaller distances, 0 among them, are drawn there
 
 def correction(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
     """Args: asked: `step` (the newest of which tokens are kept), `from` and `to` as the overview."""
-    steps, config, left_out = run.steps, _config(run), list[str]()
-    kept = [step for step in run.folder.token_steps() if steps.last is not None and step <= steps.last.step]
+    steps, configured, left_out = run.steps, _config(run.config.get("correction", {}), "config.yaml"), list[str]()
+    kept = kept_steps(run)["step"]
     step = int(asked["step"]) if asked.get("step") else max(kept, default=None)
     sample = None
     if step is not None and step in kept:
@@ -41,6 +41,8 @@ def correction(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
             sample, _ = load_tokens(run.folder.tokens_path(step))
         except (ValueError, OSError) as error:  # bounds, curves and other steps are worth looking at
             left_out.append(" ".join(str(error).split()))
+    # The step's own: an alarm may have put others in the place of the run's settings, and a resume may have changed these.
+    config = configured if sample is None or sample.correction is None else _config(sample.correction, f"step {step}")
     bounds = bounds_of(config)
     by_turn = any(one["level"] == Level.TURN for one in bounds)
     scatter = facts.readable(run.folder.scatter_path, ScatterSample.load, left_out.append)
@@ -48,6 +50,7 @@ def correction(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
         "kept": kept,
         "step": step,
         "preset": config.preset or "settings of its own",
+        "is_replaced": config != configured,
         "bounds": bounds,
         "tokens": None if sample is None else _tokens(sample),
         "by_turn": by_turn,
@@ -61,12 +64,12 @@ def correction(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _config(run: OpenRun) -> CorrectionConfig:
+def _config(settings: Any, where: str) -> CorrectionConfig:
     """Raises: ValueError for settings of another version."""
     try:
-        return CorrectionConfig.model_validate(run.config.get("correction", {}))
+        return CorrectionConfig.model_validate(settings)
     except ValidationError as error:
-        raise ValueError(f"config.yaml: correction: not settings of this version: {error.errors()[0]['msg']}") from error
+        raise ValueError(f"{where}: correction: not settings of this version: {error.errors()[0]['msg']}") from error
 
 
 def bounds_of(config: CorrectionConfig) -> list[dict[str, Any]]:
@@ -151,18 +154,17 @@ def _units(sample: TokenSample, *, by_turn: bool) -> dict[str, list[Any]]:
 
 def _rejected(steps: StepColumns, step: int | None, sample: TokenSample | None, config: CorrectionConfig) -> list[dict[str, Any]]:
     """For each criterion: the share of the step's trained tokens that it drops, and of the kept sample's how many lie below and above 1, in
-    the criterion's own ratio."""
+    the criterion's own ratio; None: the sample has no such ratio, as where the criterion was that of another correction."""
     of = {criterion.label: effective_ratio(criterion.ratio, config).value for criterion in config.rejection}
     if config.veto is not None:
         of["veto"] = effective_ratio(config.veto.ratio, config).value
-    rows = []
+    rows, ratios = [], {} if sample is None else _log_ratios(sample)
     for label in dict.fromkeys([*steps.members(_FAMILY), *(sample.labels if sample else ())]):
         share = _at(steps, _FAMILY + label, step)
         below = above = None
-        if sample is not None:
+        if sample is not None and (x := ratios.get(of.get(label, Ratio.RHO.value))) is not None:
             by = sample.columns["dropped_by"] == (sample.labels.index(label) + 1 if label in sample.labels else -1)
-            x = _log_ratios(sample)[of.get(label, Ratio.RHO.value)][by]
-            below, above = int((x < 0).sum()), int((x > 0).sum())
+            below, above = int((x[by] < 0).sum()), int((x[by] > 0).sum())
         if share is not None or below or above:
             rows.append({"label": label, "share": share, "below": below, "above": above})
     return rows

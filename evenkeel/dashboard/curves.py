@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenkeel.actors.metrics.catalogue import CATALOGUE
+from evenkeel.actors.metrics.step_metrics import lookup
 from evenkeel.correction.diagnostics.quantities import Unit
 
 
@@ -23,7 +24,8 @@ class Curves:
 
     @property
     def unit(self) -> Unit:
-        return CATALOGUE[self.names[0]].unit
+        first = self.names[0]
+        return (CATALOGUE.get(first) or lookup(first)).unit
 
 
 CURVES = (
@@ -129,8 +131,6 @@ CURVES = (
 )
 
 STALENESS = "staleness/tokens/"
-SHOWN = (*(name for curves in CURVES for name in curves.names), STALENESS)
-"""Metrics and families that are drawn over steps."""
 
 CORRECTION_CURVES = (
     Curves(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from evenkeel.actors.metrics.catalogue import CATALOGUE
 from evenkeel.actors.metrics.step_metrics import (
@@ -23,6 +24,9 @@ from evenkeel.actors.record.terminal import duration
 from evenkeel.correction.diagnostics.quantities import Unit
 from evenkeel.correction.early_warning.monitor import ReferenceLevel
 from evenkeel.dashboard.columns import StepColumns
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 T = TypeVar("T")
 _MOST_CLIPPED = 50
@@ -104,13 +108,17 @@ def clipped_rows(folder: RunFolder, say: Callable[[str], object] = lambda _: Non
 
     Args: say: is told of a tokenizer that can't be read.
     """
-    words = vocabulary(folder, say)
-    rows = []
-    for sign, counts in folder.read_clipped_tokens().items():
-        if counts:
-            most = (f"{words(token)} {count:,}" for token, count in counts.most_common(_MOST_CLIPPED))
-            rows.append((f"{sign} advantage", ", ".join(most)))
-    return rows
+    counted = {sign: counts for sign, counts in folder.read_clipped_tokens().items() if counts}
+    known = readable(folder.model_path / "tokenizer.json", tokenizer_of, say) if counted else None
+
+    def word(token: int) -> str:
+        """The token's text; its id if the run has no tokenizer of the usual form."""
+        return str(token) if known is None else repr(known.decode([token], skip_special_tokens=False))
+
+    return [
+        (f"{sign} advantage", ", ".join(f"{word(token)} {count:,}" for token, count in counts.most_common(_MOST_CLIPPED)))
+        for sign, counts in counted.items()
+    ]
 
 
 def slowest_rows(folder: RunFolder) -> list[tuple[str, ...]]:
@@ -128,16 +136,17 @@ def slowest_rows(folder: RunFolder) -> list[tuple[str, ...]]:
     ]
 
 
-def vocabulary(folder: RunFolder, say: Callable[[str], object]) -> Callable[[int], str]:
-    """The text of a token id; the id itself if the run has no tokenizer of the usual form."""
+def tokenizer_of(path: Path) -> Tokenizer:
+    """A tokenizer.json, read once as long as it doesn't change. Raises: OSError; for a damaged one what tokenizers raises, which has no
+    errors of its own."""
+    return _tokenizer(str(path), path.stat().st_mtime_ns)
 
-    def load(path: Path) -> Callable[[int], str]:
-        from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(path))
-        return lambda token: repr(tokenizer.decode([token], skip_special_tokens=False))
+@lru_cache(maxsize=8)
+def _tokenizer(path: str, changed: int) -> Tokenizer:
+    from tokenizers import Tokenizer
 
-    return readable(folder.model_path / "tokenizer.json", load, say) or str
+    return Tokenizer.from_file(path)
 
 
 def readable(path: Path, load: Callable[[Path], T], say: Callable[[str], object]) -> T | None:

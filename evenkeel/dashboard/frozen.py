@@ -11,8 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.correction.errors import ConfigError
 from evenkeel.dashboard.columns import those_of
@@ -21,7 +19,7 @@ from evenkeel.dashboard.curves import CORRECTION_CURVES, CURVES, POOL_CURVES, ST
 from evenkeel.dashboard.facts import ELAPSED, SUMMARY
 from evenkeel.dashboard.open_run import OpenRun
 from evenkeel.dashboard.server import PAGE, beginning, json_bytes
-from evenkeel.dashboard.tokens import tokens
+from evenkeel.dashboard.tokens import kept_steps, tokens
 from evenkeel.dashboard.views import VIEWS
 
 SHOWN = (
@@ -32,6 +30,7 @@ SHOWN = (
     ELAPSED,
 )
 """Metrics and families whose values of all steps are on it."""
+_OF_STEPS = ("tokens", "correction")  # views of a step, the newest if none is named
 # What a file's own scripts and styles may be: those with these sums. Nothing else runs, and nothing is fetched.
 _POLICY = "default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; base-uri 'none'; form-action 'none'"
 
@@ -48,23 +47,26 @@ def write_report(folder: RunFolder) -> Path:
 
 def frozen_data(run: OpenRun) -> dict[str, Any]:
     """What each view has, by its address: its name, and the step where one is chosen (page/page.js)."""
-    kept = {"step": _ends(run.folder.token_steps()), "held_out": _ends(run.folder.token_steps("held_out"))}
+    kept = {kind: _ends(steps) for kind, steps in kept_steps(run).items()}
     written = f"{datetime.now().isoformat(sep=' ', timespec='seconds')} by evenkeel {version('evenkeel')}"
     found: dict[str, Any] = {"start": beginning([run]) | {"written": written}}
     whole = _whole(run)
     for view in VIEWS:
-        found[view.name] = _shown(view.data, run, whole if view.name == "timeline" else {})
+        if view.name not in _OF_STEPS or not kept["step"]:
+            found[view.name] = _shown(view.data, run, whole if view.name == "timeline" else {})
     for step in kept["step"]:
         found[f"tokens?step={step}"] = _shown(tokens, run, {"step": str(step)})
         found[f"correction?step={step}"] = _shown(correction, run, {"step": str(step)})
     for step in kept["held_out"]:
         found[f"tokens?kind=held_out&step={step}"] = _shown(tokens, run, {"kind": "held_out", "step": str(step)})
-    if kept["held_out"]:
-        found["tokens?kind=held_out"] = found[f"tokens?kind=held_out&step={kept['held_out'][-1]}"]
     for name, one in found.items():
         if "kept" in one:
             one["kept"] = kept if name.startswith("tokens") else kept["step"]
-    return found
+    # The newest step is there once: whoever names none is sent to it.
+    newest = {name: f"{name}?step={kept['step'][-1]}" for name in _OF_STEPS if kept["step"]}
+    if kept["held_out"]:
+        newest["tokens?kind=held_out"] = f"tokens?kind=held_out&step={kept['held_out'][-1]}"
+    return found | {name: {"same_as": other} for name, other in newest.items()}
 
 
 def _ends(steps: Sequence[int]) -> list[int]:
@@ -110,12 +112,3 @@ def page_of(found: dict[str, Any]) -> str:
 def _sum_of(text: str) -> str:
     """How a content policy names a script or a style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """What `frozen_data` gave, from a report. Raises: ValueError if it has none."""
-    found = re.search(r'<script type="application/json" id="frozen">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
-    if found is None:
-        raise ValueError(f"{path}: no report of this version")
-    read: dict[str, Any] = orjson.loads(found[1])
-    return read

@@ -7,13 +7,17 @@ import statistics
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from evenkeel.actors.carriers import TokenSample
 from evenkeel.actors.record.run_folder import SampleKind
+from evenkeel.dashboard.facts import tokenizer_of
 from evenkeel.dashboard.open_run import OpenRun
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MOST_FOUND = 500
 """Answers of a search."""
@@ -24,10 +28,9 @@ def tokens(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
     """Args: asked: `kind` (step, held_out), `step` (the newest); `find`: words of a question or an answer, in all steps that are kept,
     with its reward from `low` to `high`, and from `length` to `longest` tokens."""
     kind: SampleKind = "held_out" if asked.get("kind") == "held_out" else "step"
-    newest = run.steps.last.step if run.steps.last else 0
-    # A resume that went back leaves files of steps that are done again.
-    kept = {one: [step for step in run.folder.token_steps(one) if step <= newest] for one in get_args(SampleKind)}
-    found: dict[str, Any] = {"kept": kept, "kind": kind, "found": _find(run, kept, asked) if asked.get("find") else None}
+    kept = kept_steps(run)
+    found: dict[str, Any] = {"kept": kept, "kind": kind, "most_found": MOST_FOUND}
+    found["found"] = _find(run, kept, asked) if asked.get("find") else None
     step = int(asked["step"]) if asked.get("step") else max(kept[kind], default=None)
     if step is None or step not in kept[kind]:
         return found | {"step": step, "sample": None}
@@ -35,6 +38,12 @@ def tokens(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
         return found | {"step": step, "sample": _shown(run, *load_tokens(run.folder.tokens_path(step, kind)))}
     except (ValueError, OSError) as error:  # other steps are worth looking at
         return found | {"step": step, "sample": None, "refused": " ".join(str(error).split())}
+
+
+def kept_steps(run: OpenRun) -> dict[SampleKind, list[int]]:
+    """Steps of which trajectories are kept, in order; not those that a resume took back, whose files lie there until they are redone."""
+    newest = run.steps.last.step if run.steps.last else 0
+    return {kind: [step for step in run.folder.token_steps(kind) if step <= newest] for kind in get_args(SampleKind)}
 
 
 def load_tokens(path: Path) -> tuple[TokenSample, list[dict[str, Any]]]:
@@ -48,7 +57,7 @@ def load_tokens(path: Path) -> tuple[TokenSample, list[dict[str, Any]]]:
 
 
 def _shown(run: OpenRun, sample: TokenSample, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    piece = _pieces(str(run.folder.model_path / "tokenizer.json"))
+    piece = _pieces(run.folder.model_path / "tokenizer.json")
     columns = dict(sample.columns)
     ids, places = np.unique(columns["token_ids"], return_inverse=True)
     columns["token_ids"] = places
@@ -113,7 +122,7 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find(run: OpenRun, kept: Mapping[SampleKind, list[int]], asked: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Answers with these words, the newest first."""
+    """Answers with these words: of training steps, then of evaluations, the newest first."""
     found, sought = list[dict[str, Any]](), asked["find"].casefold()
     low, high, length, longest = (float(asked[name]) if asked.get(name) else None for name in ("low", "high", "length", "longest"))
 
@@ -126,7 +135,7 @@ def _find(run: OpenRun, kept: Mapping[SampleKind, list[int]], asked: Mapping[str
         for step in reversed(steps):
             path = run.folder.tokens_path(step, kind)
             try:
-                answers = _answers(str(path), path.stat().st_mtime_ns, str(run.folder.model_path / "tokenizer.json"))
+                answers = _answers(path, path.stat().st_mtime_ns, run.folder.model_path / "tokenizer.json")
             except (ValueError, OSError):
                 continue
             for one, text in answers:
@@ -138,30 +147,32 @@ def _find(run: OpenRun, kept: Mapping[SampleKind, list[int]], asked: Mapping[str
 
 
 @lru_cache(maxsize=1024)
-def _answers(path: str, changed: int, tokenizer: str) -> list[tuple[dict[str, Any], str]]:
+def _answers(path: Path, changed: int, tokenizer: Path) -> list[tuple[dict[str, Any], str]]:
     """What is told of the answers of a file, each with the text in which is sought. Args: changed: when; another time is another file."""
-    sample, _ = load_tokens(Path(path))
-    piece, names = _pieces(tokenizer), ("group", "answer", "prompt_id", "question", "expected", "reward")
-    ids, places = np.unique(sample.columns["token_ids"], return_inverse=True)
-    pieces, found = [piece(int(one)) for one in ids], []
+    sample, _ = load_tokens(path)
+    known, names, found = _known(tokenizer), ("group", "answer", "prompt_id", "question", "expected", "reward"), []
     for one, (start, end) in zip(sample.answers, itertools.pairwise(sample.offsets.tolist()), strict=True):
         told = {name: getattr(one, name) for name in names} | {"tokens": end - start}
-        text = "".join(pieces[at] for at in places[start:end].tolist())
+        ids = sample.columns["token_ids"][start:end].tolist()  # at once: a character may be several tokens
+        text = "" if known is None else known.decode(ids, skip_special_tokens=False)
         found.append((told, f"{one.question}\n{one.prompt_id}\n{one.expected}\n{text}".casefold()))
     return found
 
 
-@lru_cache(maxsize=8)
-def _pieces(tokenizer: str) -> Callable[[int], str]:
+def _known(tokenizer: Path) -> Tokenizer | None:
+    """None: it isn't there, or damaged: tokenizers has no error of its own."""
+    try:
+        return tokenizer_of(tokenizer)
+    except Exception:
+        return None
+
+
+def _pieces(tokenizer: Path) -> Callable[[int], str]:
     """The text of a token alone; the id itself if the run has no tokenizer of the usual form.
 
     A token that is a part of a character has no text; it is shown as the tokenizer names it.
     """
-    try:
-        from tokenizers import Tokenizer
-
-        known = Tokenizer.from_file(tokenizer)
-    except Exception:  # it isn't there, or damaged: tokenizers has no error of its own
+    if (known := _known(tokenizer)) is None:
         return lambda one: f"⟨{one}⟩"
 
     def piece(one: int) -> str:

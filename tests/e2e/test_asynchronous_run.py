@@ -26,9 +26,9 @@ from evenkeel.actors.checkpoints.state import TrainingState
 from evenkeel.actors.driver.controller import ENDED_BY_ALARM
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.correction.early_warning.monitor import Event, Monitor, State
-from evenkeel.dashboard.frozen import read_report
 from tests.e2e.cluster import is_up, ray_cluster, scraped_roles
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run, check_private, command_of, environment, living
+from tests.evenkeel.dashboard.made_runs import read_report
 from tests.failures.measured import Recovery
 from tests.rollout.hf_reference import hf_model, response_logprobs
 

@@ -25,9 +25,9 @@ from evenkeel.actors.checkpoints.state import TrainingState
 from evenkeel.actors.metrics.step_metrics import by_worker
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.timeline import LaneSpan
-from evenkeel.dashboard.frozen import read_report
 from tests.e2e.exact_runs import EXACT, assert_all_equal, assert_same, run_to_its_end
 from tests.e2e.launch import RECIPE, Run
+from tests.evenkeel.dashboard.made_runs import read_report
 
 pytestmark = pytest.mark.engine
 

@@ -7,13 +7,13 @@ const BECAME = {kept: ["--c0", "circle"], dropped: ["--c1", "triangle"], clipped
 
 VIEWS.correction = async (root, query, start) => {
   const found = await get("correction", {run: query.run, step: query.step, from: query.from, to: query.to});
-  const {kept, step, preset, bounds, tokens, units, by_turn, rejected, buckets, scatter, charts: curves} = found;
+  const {kept, step, preset, is_replaced, bounds, tokens, units, by_turn, rejected, buckets, scatter, charts: curves} = found;
   root.append(...found.left_out.map((text) => el("p", {className: "refusal"}, text)));
   const known = Object.keys(RATIOS).filter((name) => !tokens || tokens[name]);
   const usual = bounds.find(({ratio, statistic}) => known.includes(ratio) && statistic === "ratio")?.ratio || "rho";
   const ratio = known.includes(query.ratio) ? query.ratio : usual, place = kept.indexOf(step);
   root.append(el("div", {className: "controls"},
-    el("p", {}, "Correction: ", el("b", {}, preset)),
+    el("p", {}, "Correction: ", el("b", {}, preset), is_replaced ? " (this step's: config.yaml has another; an alarm or a resume has replaced one)" : null),
     el("button", {id: "earlier", disabled: place <= 0, onclick: () => go({step: kept[place - 1]})}, "← earlier"),
     el("label", {}, "Step", el("select", {id: "choose-step", onchange: ({target}) => go({step: target.value})},
       el("option", {value: "", selected: !query.step}, "the newest"), [...kept].reverse().map((one) => el("option", {value: String(one), selected: String(one) === query.step}, one)))),
@@ -24,17 +24,18 @@ VIEWS.correction = async (root, query, start) => {
   const grid = el("div", {className: "grid"});
   if (tokens) {
     const of = bounds.filter((one) => one.ratio === ratio && one.statistic === "ratio");
-    const at = (level) => of.filter((one) => (level === "token") === (one.level === "token" || one.level === "maximum"))
-      .flatMap(({part, lower, upper}) => [["from", lower], ["to", upper]].filter(([, bound]) => bound).map(([, bound]) => ({yAxis: Math.log(bound), name: `${part}: ${short(bound)}`})));
+    const marks = (those) => those.flatMap(({part, lower, upper}) => [["from", lower], ["to", upper]].filter(([, bound]) => bound).map(([, bound]) => ({yAxis: Math.log(bound), name: `${part}: ${short(bound)}`})));
     grid.append(acceptance(`Acceptance region: tokens of step ${step}`, Object.entries(BECAME).map(([name, [hue, symbol]]) => ({name, hue, symbol,
       data: tokens.mu.flatMap((mu, i) => (tokens.fate[i] === name && mu !== null && tokens[ratio][i] !== null ? [[mu, tokens[ratio][i]]] : []))})),
-    at("token"), "log mu (nats)", `log ${ratio} (nats)`, "Each point is a trained token of the trajectories that are kept. Lines are the bounds of single tokens on this ratio; a clip takes the gradient only where the update would move on outwards.", "Acceptance region"));
-    const coarse = of.filter(({level}) => level !== "token" && level !== "maximum"), mean = coarse.some(({level}) => level === "geometric");
+    marks(of.filter(({level}) => level === "token" || level === "maximum")), "log mu (nats)", `log ${ratio} (nats)`, "Each point is a trained token of the trajectories that are kept. Lines are the bounds of single tokens on this ratio; a clip takes the gradient only where the update would move on outwards.", "Acceptance region"));
+    // One axis has room for one level: a bound on sums says nothing of means.
+    const drawn = by_turn ? "turn" : of.some(({level}) => level === "geometric") ? "geometric" : "sequence";
+    const coarse = of.filter(({level}) => level === drawn), mean = drawn === "geometric";
     const what = by_turn ? "turn" : "sequence";
     grid.append(acceptance(`${mean ? "Means" : "Sums"} over ${what}s of step ${step}`, [["kept", false], ["dropped", true]].map(([name, dropped]) => ({name, hue: BECAME[name][0], symbol: BECAME[name][1],
       data: units.tokens.flatMap((n, i) => (units.dropped[i] === dropped && units[ratio][i] !== null ? [[n, mean ? units[ratio][i] / n : units[ratio][i]]] : []))})),
-    at("coarse"), "trained tokens", `${mean ? "mean" : "sum of"} log ${ratio} (nats)`,
-    coarse.length ? `Each point is a ${what}; lines are the bounds of whole ${what}s.` : `Each point is a ${what}. The correction has no bound on whole ${what}s for this ratio.`, "Sequences"));
+    marks(coarse), "trained tokens", `${mean ? "mean" : "sum of"} log ${ratio} (nats)`,
+    coarse.length ? `Each point is a ${what}; lines are the bounds of ${mean ? "means over" : "whole"} ${what}s.` : `Each point is a ${what}. The correction has no bound on whole ${what}s for this ratio.`, "Sequences"));
     const weights = tokens.weight.filter((weight) => weight !== null), edges = Array.from({length: 31}, (_, i) => -3 + i * 0.2), bars = Array(30).fill(0);
     for (const weight of weights) bars[Math.max(0, Math.min(29, Math.floor((Math.log2(Math.max(weight, 1e-9)) + 3) / 0.2)))] += 1;
     grid.append(el("figure", {className: "card"}, el("h3", {}, "Effective weights", el("span", {className: "soft unit"}, "of trained tokens")),

@@ -46,8 +46,8 @@ VIEWS.overview = async (root, query, start) => {
   const title = ({title}) => title;
   for (const name of new Set(runs.flatMap((run) => run.charts.map(title)))) grid.append(curveFigure(name, runs.map((run) => run.charts.find((one) => one.title === name)),
     {names: start.runs.map(({name}) => name), steps, zoom, lines, onZoom, more: name.startsWith("k3 KL") ? runs[0].usual : null}));
-  for (const [i, run] of runs.entries()) if (run.staleness) grid.append(stalenessChart(run.staleness, {steps, zoom, name: several ? start.runs[i].name : ""}));
-  root.append(section("Curves", el("p", {className: "soft"}, "Faint lines are single steps, strong ones running means; numbers in the legends are the last step's."),
+  for (const [i, run] of runs.entries()) if (run.staleness) grid.append(stalenessChart(run.staleness, {steps, zoom, lines, name: several ? start.runs[i].name : ""}));
+  root.append(section("Curves", el("p", {className: "soft"}, "Faint lines are single steps, strong ones running means; numbers in the legends are the newest that there are."),
     moreMetrics(runs, query), grid));
   for (const [i, run] of runs.entries()) root.append(...words(run, several ? `${start.runs[i].name}: ` : "", i));
 };
@@ -76,7 +76,7 @@ function accuracyChart(found, {steps, zoom, lines, start, several}) {
     found.some(({pass}) => pass.length) ? " pass@k: at least one of k answers is right. Questions are the unit of the intervals, not answers." : null));
 }
 
-function stalenessChart({x, ages, shares}, {steps, zoom, name}) {
+function stalenessChart({x, ages, shares}, {steps, zoom, lines, name}) {
   const title = name ? `Staleness: ${name}` : "Staleness";
   return el("figure", {className: "card"}, el("h3", {}, title),
     legend(ages.map((age, i) => ({label: `staleness ${age}`, colour: colour(i), box: true, last: percent(shares[i].at(-1))}))),
@@ -85,7 +85,7 @@ function stalenessChart({x, ages, shares}, {steps, zoom, name}) {
       tooltip: tooltip((items) => [`step ${items[0].value[0]}`, ...items.map(({seriesName, value}) => `staleness ${seriesName}: ${percent(value[1])}`)].join("\n"), {trigger: "axis"}),
       xAxis: steps(), yAxis: axis({type: "value", min: 0, max: 1, axisLabel: {formatter: percent, color: css("--soft"), fontSize: 11}}), dataZoom: [zoom],
       series: ages.map((age, i) => ({type: "line", step: "middle", name: age, stack: "all", data: x.map((step, k) => [step, shares[i][k]]), showSymbol: false, color: colour(i),
-        lineStyle: {width: 0}, areaStyle: {opacity: 0.75}})),
+        lineStyle: {width: 0}, areaStyle: {opacity: 0.75}, markLine: i ? undefined : lines})),
     }),
     el("figcaption", {}, "Share of trained tokens by the versions between sampling a token and training on it. Nothing may be older than max_staleness; ",
       "a run that is always at that bound is one in which rollouts are far ahead of the learner."));

@@ -12,7 +12,7 @@ async function get(name, query = {}) {
   if (frozen) given = given.filter(([name, value]) => (name === "step" || name === "kind") && value !== "step");
   const key = given.length ? `${name}?${new URLSearchParams(given)}` : name;
   if (frozen) {
-    const found = frozen[key] || {error: "This page is frozen, and holds no more of that; evenkeel dashboard shows all of the run."};
+    const found = frozen[frozen[key]?.same_as ?? key] || {error: "This page is frozen, and holds no more of that; evenkeel dashboard shows all of the run."};
     if (found.error) throw new Error(found.error);
     return found;
   }

@@ -4,7 +4,7 @@
 (async () => {
   const root = document.getElementById("view"), live = document.getElementById("live");
   const start = await get("start").catch((error) => { root.append(el("p", {className: "refusal"}, error.message)); throw error; });
-  let shown = null, pulse = null, drawing = 0;
+  let shown = null, pulse = null, drawing = 0, looking = false;
 
   /** #view?run=0&step=12 */
   function place() {
@@ -50,14 +50,17 @@
   }
 
   async function look() {
-    if (document.hidden) return;
+    if (document.hidden || looking) return;  // a view may take longer than the time between two looks: it is drawn, and not begun anew
+    looking = true;
     try {
-      const now = JSON.stringify(await get("pulse"));
+      const before = pulse;
+      pulse = JSON.stringify(await get("pulse"));  // before it is drawn: what is written meanwhile is news at the next look
       live.textContent = "live";
-      if (pulse !== null && now !== pulse && !VIEWS[place().view.name].isStill?.(place().query)) await draw();
-      pulse = now;
+      if (pulse !== before && !VIEWS[place().view.name].isStill?.(place().query)) await draw();
     } catch {
       live.textContent = "the server is gone; what you see is what it said last";
+    } finally {
+      looking = false;
     }
   }
 
@@ -68,7 +71,13 @@
     const view = start.views[Number(event.key) - 1];
     if (view) go({}, view.name);
   });
-  await draw();
-  if (frozen) live.textContent = `written ${start.written}`;
-  else { await look(); setInterval(look, 2000); }
+  if (frozen) {
+    await draw();
+    live.textContent = `written ${start.written}`;
+  } else {
+    pulse = JSON.stringify(await get("pulse").catch(() => null));
+    await draw();
+    await look();
+    setInterval(look, 2000);
+  }
 })();

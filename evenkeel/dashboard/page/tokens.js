@@ -27,7 +27,7 @@ const FATES = {
 const TOGETHER = 50;  // trajectories of which a browser has to think only where some of them are seen
 
 VIEWS.tokens = async (root, query) => {
-  const {kept, kind, step, sample, found, refused} = await get("tokens", {run: query.run, kind: query.kind, step: query.step,
+  const {kept, kind, step, sample, found, most_found, refused} = await get("tokens", {run: query.run, kind: query.kind, step: query.step,
     ...(query.find ? {find: query.find, low: query.low, high: query.high, length: query.length, longest: query.longest} : {})});
   const has = sample && sample.columns.target ? Object.keys(HUES).filter((name) => !HUES[name].needs || sample.columns[HUES[name].needs]) : ["behavior", "version"];
   const hue = has.includes(query.colour) ? query.colour : has[0];
@@ -46,7 +46,7 @@ VIEWS.tokens = async (root, query) => {
     el("button", {id: "later", disabled: place < 0 || place >= steps.length - 1, onclick: () => to({step: steps[place + 1]})}, "later →"),
     choose("Colour by", "colour", has.map((name) => [name, HUES[name].title]), hue),
     frozen ? null : type("Find in all steps", "find", {type: "search", size: 26, placeholder: "words of question or answer"})));
-  if (found) root.append(foundTable(found, to));
+  if (found) root.append(foundTable(found, most_found, to));
   if (!sample) {
     root.append(refused ? el("p", {className: "refusal"}, refused) : el("p", {className: "soft"}, steps.length ? `Of step ${step} no trajectories are kept. Kept are the last 200 steps, and each fiftieth before.`
       : "No trajectories are kept token by token yet. A run keeps some of each step (metrics.trajectories_per_step)."));
@@ -212,14 +212,14 @@ function batch(sample, rows, query, to, isTrained) {
   const kept = new Set(rows.map((row) => row.group)), degenerate = sample.groups.filter((group) => group.is_degenerate).length;
   const rewards = sample.groups.flatMap((group) => group.rewards.filter((reward) => reward !== null));
   const lowest = Math.min(...rewards, 0), width = (Math.max(...rewards, 1) - lowest) / 20 || 1;
-  const bars = Array(20).fill(0);
-  for (const reward of rewards) bars[Math.min(19, Math.floor((reward - lowest) / width))] += 1;
+  const bars = Array.from({length: 20}, () => []);
+  for (const reward of rewards) bars[Math.min(19, Math.floor((reward - lowest) / width))].push(reward);
   const edge = (i) => Number((lowest + i * width).toPrecision(6));
   const histogram = chart(`Rewards ${what}`, {
     tooltip: tooltip(({dataIndex: i, value}) => `reward ${edge(i)} to ${edge(i + 1)}: ${value} answers`),
     xAxis: axis({type: "category", data: bars.map((_, i) => short(edge(i)))}), yAxis: axis({type: "value", minInterval: 1}),
-    series: [{type: "bar", data: bars, barCategoryGap: "8%", color: colour(0)}],
-  }, {height: innerWidth > 820 ? 330 : 220, onClick: ({dataIndex: i}) => go({low: edge(i), high: edge(i + 1), group: null}), label: `${rewards.length} rewards, as a histogram`});
+    series: [{type: "bar", data: bars.map((those) => those.length), barCategoryGap: "8%", color: colour(0)}],
+  }, {height: innerWidth > 820 ? 330 : 220, onClick: ({dataIndex: i}) => go({low: Math.min(...bars[i]), high: Math.max(...bars[i]), group: null}), label: `${rewards.length} rewards, as a histogram`});
   const dots = (group) => el("span", {className: "dots", title: group.rewards.map(short).join(", ")}, [...group.rewards].sort((a, b) => (b ?? -9) - (a ?? -9)).map((reward) =>
     el("i", {className: reward === null ? "no" : "", style: {height: reward === null ? "3px" : `${3 + 13 * Math.min(1, Math.max(0, (reward - lowest) / (20 * width)))}px`}})));
   const order = [...sample.groups].sort((a, b) => kept.has(b.group) - kept.has(a.group) || a.is_degenerate - b.is_degenerate || a.group - b.group);
@@ -234,8 +234,8 @@ function batch(sample, rows, query, to, isTrained) {
           [group.is_degenerate ? "no gradient" : "", group.failed ? `${group.failed} failed` : ""].filter(Boolean).join(", ")] : [visible(group.prompt_id)])])))));
 }
 
-function foundTable(found, to) {
-  return section(`${found.length} answers with such words`, el("div", {className: "card scroll limited"}, table(["", "step", "group", "reward", "tokens", "question"], found.map((one) => [
+function foundTable(found, most, to) {
+  return section(`${found.length < most ? found.length : `The first ${most}`} answers with such words`, el("div", {className: "card scroll limited"}, table(["", "step", "group", "reward", "tokens", "question"], found.map((one) => [
     one.kind === "step" ? "training" : "held-out", el("button", {className: "link", onclick: () => to({kind: one.kind, step: one.step, group: one.group})}, one.step),
     one.group, short(one.reward), one.tokens, visible(one.question)]))));
 }

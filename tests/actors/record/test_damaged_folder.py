@@ -19,10 +19,11 @@ from evenkeel.actors.record.stack_collector import StackCollector
 from evenkeel.correction.errors import ConfigError
 from evenkeel.dashboard.columns import StepColumns
 from evenkeel.dashboard.facts import clipped_rows, summary_rows, worker_rows
-from evenkeel.dashboard.frozen import read_report, write_report
+from evenkeel.dashboard.frozen import write_report
 from evenkeel.doctor.run_doctor import diagnose_run, left_after_training, page
 from evenkeel.recipe import load_config
 from evenkeel.resume_point import run_recipe
+from tests.evenkeel.dashboard.made_runs import read_report
 from tests.evenkeel.doctor.test_run_doctor import RECIPE, run_folder
 
 LINES = [

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import orjson
 from tokenizers import Tokenizer, decoders, models
 
 from evenkeel.actors.carriers import ShownAnswer, TokenSample
@@ -127,3 +130,10 @@ def with_tokens(folder: RunFolder, *steps: int, answers: int = 4) -> RunFolder:
     held_out = TokenSample(answered.version, answered.answers, answered.offsets, few)
     folder.write_tokens(max(steps), held_out.save, "held_out")
     return folder
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """What a report holds, by the addresses of its views."""
+    (held,) = re.findall(r'<script type="application/json" id="frozen">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
+    read: dict[str, Any] = orjson.loads(held)
+    return {name: read[one["same_as"]] if "same_as" in one else one for name, one in read.items()}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from evenkeel.actors.carriers import TokenSample, WaitNotice
+from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record.run_folder import RunEvent, RunFolder
 from evenkeel.correction import PRESETS, CorrectionConfig
 from evenkeel.dashboard.correction_view import bounds_of, correction
@@ -71,6 +73,37 @@ def test_a_run_that_tells_mismatch_and_staleness_apart_has_their_bounds_and_toke
         assert sorted(bound for bound, _ in seen.page.evaluate(lines)) == [pytest.approx(0.8), pytest.approx(1.2)]
         rows = correction(OpenRun(folder.path), {"step": "7"})["rejected"]
         assert {"label": label, "share": None, "below": 4, "above": 0} in rows, "in the criterion's own ratio"
+
+
+def test_a_step_that_another_correction_corrected_is_shown_by_that_one(tmp_path: Path) -> None:
+    """Of split-mis there are metrics of a criterion in a ratio that this step's tokens lack: an alarm has put mis-token in its place."""
+    label, after = "ratio_token_mismatch", CorrectionConfig(preset="mis-token")
+    with made(tmp_path) as folder:
+        folder.write_text("config.yaml", CONFIG.format(name="x", steps=41).replace("mis-full", "split-mis"))
+        folder.append_metrics(StepMetrics(41, {f"correction/rejected_by_{label}": 0.25}))
+        run = OpenRun(with_tokens(folder, 41).path)
+        told = correction(run, {})
+        assert {"label": label, "share": 0.25, "below": None, "above": None} in told["rejected"]
+        assert (told["preset"], told["is_replaced"]) == ("split-mis", False), "nothing says what corrected it"
+        replace(sample(41), correction=after.model_dump(mode="json")).save(folder.tokens_path(41))
+        told = correction(run, {})
+        assert (told["preset"], told["is_replaced"], told["bounds"]) == ("mis-token", True, bounds_of(after))
+        replace(sample(41), correction=CorrectionConfig(preset="split-mis").model_dump(mode="json")).save(folder.tokens_path(41))
+        assert not correction(run, {})["is_replaced"]
+
+
+def test_bounds_on_sums_are_no_lines_among_means(tmp_path: Path, look: Look) -> None:
+    criteria = "[{level: geometric, upper: 1.25}, {level: sequence, upper: 8}, {level: token, upper: 3}]"
+    with made(tmp_path) as folder, served(folder.path) as address:
+        folder.write_text("config.yaml", CONFIG.format(name="x", steps=40).replace("{preset: mis-full}", f"{{rejection: {criteria}}}"))
+        with_tokens(folder, 7)
+        seen = look(address)
+        seen.view("correction?step=7", "#bounds")
+        seen.points("Sequences", 0)
+        lines = "name => charts.get(name).drawn.getOption().series[0].markLine.data.map(d => Math.exp(d.yAxis))"
+        assert seen.page.evaluate(lines, "Sequences") == [pytest.approx(1.25)]
+        assert pytest.approx(3.0) in seen.page.evaluate(lines, "Acceptance region")
+        assert "Means over sequences of step 7" in seen.page.inner_text("main") and "8" in seen.page.inner_text("#bounds")
 
 
 def test_bounds_of_turns_have_turns_for_points(tmp_path: Path) -> None:
@@ -140,7 +173,6 @@ def test_workers_and_books_are_those_of_the_last_step(finished: tuple[RunFolder,
 
 
 def test_books_that_don_t_add_up_say_so(tmp_path: Path) -> None:
-    from evenkeel.actors.metrics.step_metrics import StepMetrics
     from evenkeel.dashboard.pool_view import pool
 
     with made(tmp_path, steps=1) as folder:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evenkeel.dashboard.frozen import write_report
-from tests.evenkeel.dashboard.conftest import Seen
+from tests.evenkeel.dashboard.conftest import PATIENCE_MS, Seen
 from tests.evenkeel.dashboard.made_runs import PIECES, made, reward, with_tokens
 
 
@@ -19,6 +19,7 @@ def test_the_frozen_page_shows_every_view_and_fetches_nothing(tmp_path: Path, br
         path = shutil.copy(write_report(with_tokens(folder, 3, 7, 11, 40)), tmp_path / "alone.html")
         shutil.rmtree(folder.path / "tokens")
     page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(PATIENCE_MS)
     seen, asked = Seen(page), list[str]()
     page.on("console", lambda said: seen.complaints.append(said.text) if said.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: seen.complaints.append(str(error)))

@@ -100,6 +100,18 @@ def test_a_span_that_is_not_ours_is_left_out(tmp_path: Path, line: str) -> None:
         assert [list(of) for of in (spans.begin, spans.end, spans.version, spans.group, spans.kind)] == [[5.0], [6.5], [3], [-1], [0]]
 
 
+@pytest.mark.parametrize(
+    "name", ["staleness/tokens/0", "correction/bucket_tokens_0", "correction/rejected_by_ratio_token_rho", "reward/mean"]
+)
+def test_any_metric_that_a_step_has_can_be_a_chart(tmp_path: Path, name: str) -> None:
+    """Members of families, too: the page remembers what was asked for, and would show nothing any more."""
+    with made(tmp_path, steps=3) as folder:
+        run = OpenRun(folder.path)
+        assert name in run.steps.names
+        chart = overview(run, {"more": name})["charts"][0]
+    assert (chart["title"], chart["series"][0]["y"].tolist()) == (name, run.steps.values(name))
+
+
 def test_ten_thousand_steps_of_two_hundred_metrics_are_few_points_with_their_extremes(tmp_path: Path) -> None:
     """What goes to the browser doesn't grow with the run; a part of the steps has all of its own."""
     folder = RunFolder.create(tmp_path / "long", "long")

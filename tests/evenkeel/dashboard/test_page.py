@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Route
 
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.timeline import LaneSpan
@@ -42,8 +43,10 @@ def test_alarms_and_events_stand_on_the_axis_of_the_curves(finished: tuple[RunFo
     seen.points("What happened", 0)
     marks = seen.page.evaluate("charts.get('What happened').drawn.getOption().series[0].data.map(d => d.value)")
     assert sorted(map(tuple, marks)) == [(12, "watch"), (20, "alarm"), (30, "warning"), (40, "saved")]
-    lines = seen.page.evaluate("charts.get('Reward').drawn.getOption().series[0].markLine.data.map(d => d.xAxis)")
-    assert lines == [12, 20]
+    for chart in ("Reward", "Staleness"):
+        seen.points(chart, 0)
+        lines = seen.page.evaluate("name => charts.get(name).drawn.getOption().series[0].markLine.data.map(d => d.xAxis)", chart)
+        assert lines == [12, 20], chart
 
 
 def test_a_part_of_the_steps_is_the_same_part_in_all_charts(finished: tuple[RunFolder, str], look: Look) -> None:
@@ -81,6 +84,37 @@ def test_a_page_follows_a_run_that_is_written_torn_and_cut_by_a_resume(tmp_path:
             again.append_metrics(numbers(3))
             seen.page.wait_for_function(drawn, arg=3)
             assert seen.points("Reward", 0)[-1] == [3, pytest.approx(reward(3))]
+
+
+DRAWN = "n => charts.get('Reward')?.drawn?.getOption().series[0].data.length === n"
+
+
+def test_what_is_written_while_the_page_opens_is_shown(tmp_path: Path, look: Look) -> None:
+    """Between the answer of which the first picture is made and the first look for news."""
+    with made(tmp_path, steps=3) as folder, served(folder.path) as address:
+
+        def then_write(route: Route) -> None:
+            answer = route.fetch()
+            folder.append_metrics(numbers(4))
+            route.fulfill(response=answer)
+
+        seen = look(address, before=lambda page: page.route("**/data/overview*", then_write, times=1))
+        seen.page.wait_for_function(DRAWN, arg=4)
+
+
+def test_a_view_that_takes_longer_than_a_look_follows_the_run(tmp_path: Path, look: Look) -> None:
+    """As of a long run over a slow line: begun anew at each look it would never be drawn while the run goes on."""
+    with made(tmp_path, steps=3) as folder, served(folder.path) as address:
+        seen = look(address)
+        seen.page.wait_for_function(DRAWN, arg=3)
+        seen.page.evaluate("""() => { const before = fetch; window.fetch = async (url) => {
+          if (url.startsWith("data/overview")) await new Promise((done) => setTimeout(done, 3000));
+          return before(url);
+        }; }""")
+        steps = iter(range(4, 404))
+        while seen.page.evaluate("() => charts.get('Reward').drawn.getOption().series[0].data.length") == 3:
+            folder.append_metrics(numbers(next(steps)))
+            seen.page.wait_for_timeout(500)
 
 
 def test_two_runs_stand_in_one_chart_by_name(tmp_path: Path, look: Look) -> None:

@@ -19,14 +19,16 @@ from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.terminal import usual_mismatch_of
 from evenkeel.actors.service.scatter import ScatterReservoir
 from evenkeel.correction.early_warning.monitor import Event, State
+from evenkeel.dashboard.charts import chart_of
 from evenkeel.dashboard.columns import StepColumns, drawn_points, running_mean
+from evenkeel.dashboard.curves import Curves
 from evenkeel.dashboard.facts import clipped_rows, summary_rows, worker_rows
-from evenkeel.dashboard.frozen import read_report, write_report
+from evenkeel.dashboard.frozen import write_report
 from evenkeel.rollout.trajectory import FailureKind
 from tests.actors.cases import facts
 from tests.actors.record.recorder_cases import end_step, observe
 from tests.evenkeel.dashboard.made_runs import made as made_run
-from tests.evenkeel.dashboard.made_runs import with_tokens
+from tests.evenkeel.dashboard.made_runs import read_report, with_tokens
 
 
 def overview(folder: RunFolder) -> dict[str, Any]:
@@ -222,15 +224,26 @@ def test_its_policy_allows_its_own_scripts_alone(folder: RunFolder) -> None:
     assert "<" not in held and "\\u003cValueError" in held
 
 
+def test_a_report_has_each_kept_step_once_and_none_that_a_resume_took_back(tmp_path: Path) -> None:
+    """Steps 3, 7 and 11 of training and 11 of an evaluation; the newest is what a view of no step shows. Tokens are most of a report."""
+    with made_run(tmp_path, steps=11) as folder:
+        with_tokens(folder, 3, 7, 9, 11)
+        page = write_report(folder)
+        assert page.read_text().count('"offsets"') == 4
+        found = read_report(page)
+        assert found["tokens"]["step"] == found["correction"]["step"] == found["tokens?kind=held_out"]["step"] == 11
+        folder.rewind(10)
+        found = read_report(write_report(folder))
+        assert found["tokens"]["kept"] == {"step": [3, 7, 9], "held_out": []} and found["tokens"]["step"] == 9
+        assert found["correction"]["kept"] == [3, 7, 9]
+
+
 def test_a_view_whose_files_are_damaged_says_so_and_the_others_are_there(tmp_path: Path) -> None:
     with made_run(tmp_path) as folder:
         with_tokens(folder, 40)
         folder.tokens_path(40).write_bytes(b"PK")
         found = read_report(write_report(folder))
         assert "step_000040.npz can't be read" in found["tokens"]["refused"] and found["overview"]["status"] == "Finished after 40 steps."
-        (tmp_path / "other.html").write_text("<html>")
-        with pytest.raises(ValueError, match="no report of this version"):
-            read_report(tmp_path / "other.html")
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -245,6 +258,12 @@ def test_summary_takes_maxima_as_maxima() -> None:
     rows = dict(summary_rows(steps, [], {"steps": 2}))
     assert rows["mismatch k3 KL, largest"] == "3e-12 nats" and rows["steps"] == "2 of 2"
     assert not any("accuracy" in row for row in rows)
+
+
+def test_the_number_in_a_legend_is_the_newest_even_where_its_axis_has_no_place_for_it() -> None:
+    steps = StepColumns([StepMetrics(step, {"mismatch/k3": k3}) for step, k3 in ((1, 3e-12), (2, 1e-12), (3, 0.0))])
+    chart = chart_of(Curves("k3", ("mismatch/k3",), "", "", is_logarithmic=True), steps, (1, 3))
+    assert chart is not None and chart["series"][0]["last"] == "0 nats" and chart["series"][0]["x"].tolist() == [1, 2]
 
 
 def test_running_mean_makes_nothing_up_at_the_ends() -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from evenkeel.actors.carriers import TokenSample
 from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.dashboard.open_run import OpenRun
+from evenkeel.dashboard.tokens import tokens
 from tests.evenkeel.dashboard.conftest import Seen, served
 from tests.evenkeel.dashboard.made_runs import PIECES, made, sample, with_tokens
 
@@ -151,6 +156,35 @@ def test_groups_and_rewards_lead_to_their_trajectories(finished: tuple[RunFolder
     seen.page.wait_for_function(count, arg=0)
 
 
+def test_a_click_on_a_bar_of_rewards_shows_all_of_its_answers(tmp_path: Path, look: Look) -> None:
+    """-1/3, the lowest, is no number of six digits."""
+    with made(tmp_path) as folder, served(folder.path) as address:
+        found = sample(7)
+        answers = tuple(replace(one, reward=reward) for one, reward in zip(found.answers, (-1 / 3, 0.0, 1 / 3, 1.0), strict=True))
+        folder.write_tokens(7, replace(found, answers=answers).save)
+        seen = look(address)
+        seen.view("tokens?step=7", ".tokens .t")
+        assert seen.points("Rewards of the batch", 0)[0] == 1
+        seen.page.evaluate("() => charts.get('Rewards of the batch').onClick({dataIndex: 0})")
+        seen.page.wait_for_function("() => document.querySelectorAll('.answer').length === 1")
+        assert "reward -0.3333" in seen.page.inner_text(".answer header")
+
+
+def test_a_search_finds_a_character_of_several_tokens(tmp_path: Path) -> None:
+    with made(tmp_path) as folder:
+        folder.model_path.mkdir()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        tokenizer.save(str(folder.model_path / "tokenizer.json"))
+        ids = np.array(tokenizer.encode("so 😀 猫").ids, dtype=np.int32)
+        found = sample(7)
+        columns = {name: np.resize(values, len(ids)) for name, values in found.columns.items()} | {"token_ids": ids}
+        folder.write_tokens(7, TokenSample(6, found.answers[:1], np.array([0, len(ids)]), columns).save)
+        run = OpenRun(folder.path)
+        assert [len(tokens(run, {"find": words})["found"]) for words in ("😀", "SO 😀 猫", "狗")] == [1, 1, 0]
+
+
 def test_held_out_answers_have_what_the_engine_says(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
     seen = look(address)
@@ -191,9 +225,6 @@ def test_a_damaged_file_is_one_sentence_and_an_absent_one_says_what_is_kept(tmp_
 
 def test_a_resume_that_went_back_hides_what_is_done_again(tmp_path: Path) -> None:
     """Files of withdrawn steps lie there until the steps are done again."""
-    from evenkeel.dashboard.open_run import OpenRun
-    from evenkeel.dashboard.tokens import tokens
-
     with made(tmp_path, steps=5) as folder:
         run = OpenRun(with_tokens(folder, 2, 4, 5).path)
         assert tokens(run, {})["step"] == 5
