@@ -67,10 +67,11 @@ def test_each_request_is_counted_and_the_cache_has_the_size_that_was_asked_for(
 
 
 def test_a_worker_has_two_hundred_series_of_its_engine_which_nobody_else_has(endpoint: MetricsEndpoint) -> None:
-    """So 500 workers have 100,000; a label more than a rank's number, or a histogram more, would be seen here. None has a path."""
+    """So 500 workers have 100,000; a label more than a rank's number, or a histogram more, would be seen here. None has a path.
+    Of an engine that has answered nothing yet it is half as many: stages of requests come with them."""
     mine = [line for line in page(endpoint).splitlines() if line.startswith("sglang_")]
     labels = {name for line in mine for name in line.partition("{")[2].partition("}")[0].replace('"', "").split(",") if name.count("=")}
-    assert len(mine) == len(set(mine)) and 100 < len(mine) < 230
+    assert len(mine) == len(set(mine)) and 80 < len(mine) < 230
     names = {name.partition("=")[0] for name in labels}
     assert (
         {"tp_rank", "le", "stage", "category", "mode", "phase"}
