@@ -104,3 +104,24 @@ def test_sessions_of_a_worker_that_is_killed_go_on_with_another_one(tmp_path: Pa
         assert known_k3 and max(known_k3) < 1e-11
     finally:
         run.close()
+
+
+@pytest.mark.parametrize("settings", ["", "true_on_policy=true max_staleness=0"])
+def test_a_run_whose_rollouts_have_branches(tmp_path: Path, settings: str) -> None:
+    """After two turns each rollout goes on in a new conversation. The engines agree on both, to rounding, or in the mode to the bit; the
+    ledger has each rollout's group once."""
+    new = "NewConversation('once more') if turn.number == 1 else 'again'"
+    rounds = ROUNDS.replace('"again"', new).replace("== 2", "== 3")
+    rounds = "from evenkeel.rollout.environments.interface import NewConversation\n" + rounds
+    run_dir = tmp_path / "run"
+    done = evenkeel("train", *recipe_in(tmp_path, rounds), f"run_dir={run_dir}", "steps=3", *settings.split(), timeout_s=900.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 3
+    for step in steps:
+        assert 1 < step["turns/sequences"] <= 2 < step["turns/mean"] <= step["turns/max"] == 4
+        assert step["reward/mean"] == pytest.approx(step["length/trained_tokens"], rel=1e-6), "all that was said in both conversations"
+    known = [step["mismatch/k3"] for step in steps if "mismatch/k3" in step]
+    assert known and max(known) <= (0.0 if settings else 1e-11)
+    trained = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    assert len({line["prompt_id"] for line in trained}) == len(trained) >= 12
