@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import warnings
 
+from evenkeel.engines.machine import unimportable
 from evenkeel.learner.model import cpu_hook
 
 cpu_hook.install()
 
-with warnings.catch_warnings():
+# Megatron's own inference, which nothing here uses, imports wandb where it is installed: half a second of each rank's start.
+with warnings.catch_warnings(), unimportable("wandb"):
     # Apex and TransformerEngine are optional: torch's own linear layers and AdamW take their place. Where TransformerEngine can't be
     # imported, HAVE_TE is False and its names below are placeholders (layers.py looks first).
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|apex|transformer_engine).*")

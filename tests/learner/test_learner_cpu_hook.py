@@ -66,6 +66,12 @@ def test_byte_code_is_kept_for_as_long_as_it_is_that_of_the_source(tmp_path: Pat
     assert len(list((tmp_path / "__pycache__").iterdir())) == 2
 
 
+def test_a_rank_does_not_import_what_megatron_s_inference_reports_to() -> None:
+    """wandb is installed for the driver's tracker, which can import it; a rank would start half a second later for it."""
+    assert importlib.import_module("megatron.core.inference.contexts.dynamic_context").HAVE_WANDB is False
+    assert importlib.import_module("wandb").__version__
+
+
 def test_torch_itself_is_untouched() -> None:
     assert torch.cuda.current_device.__module__ == "torch.cuda"
     with pytest.raises((AssertionError, RuntimeError)):
