@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.correction.errors import EvenkeelError
 from evenkeel.init_model import package_file, read_record
-from tests.e2e.exact_runs import run_to_its_end
+from tests.e2e.exact_runs import assert_all_equal, run_to_its_end
 from tests.e2e.launch import Run, evenkeel, json_lines, said_here
 from tests.real_model import RECIPE, of_recipe
 
@@ -45,7 +45,7 @@ def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    words = [*TRAINED, "steps=2", "checkpoint.every_steps=2"]
+    words = [*TRAINED, "steps=2", "checkpoint.every_steps=2", "learner.dtype=float32", "learner.learning_rate=1.0e-6"]
     return run_to_its_end(run_dir, str(RECIPE), f"model={real_model}", f"run_dir={run_dir}", *words, timeout_s=900.0)
 
 
@@ -82,6 +82,13 @@ def test_a_run_trains_it_and_its_export_is_still_a_chat_model(trained: Run, real
     record = read_record(export)
     assert record is not None and record.source is not None and "Q4_1" in record.source.remark
     assert "Paris" in says(export)
+
+
+def test_its_engines_agree_to_the_bit_in_the_true_on_policy_mode(real_model: Path, tmp_path: Path) -> None:
+    """In bfloat16 where the processor multiplies in it."""
+    words = [*TRAINED, "steps=2", "checkpoint.every_steps=0", "true_on_policy=true", "max_staleness=0"]
+    run = run_to_its_end(tmp_path / "run", str(RECIPE), f"model={real_model}", f"run_dir={tmp_path / 'run'}", *words, timeout_s=1500.0)
+    assert_all_equal(run, 2)
 
 
 def done(*words: str) -> None:
