@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from pathlib import Path
@@ -34,10 +35,14 @@ def serve(connection: socket.socket, spec: dict[str, Any]) -> None:
         where = f"in PATH or {folder}" if folder.is_dir() else f", as the folder {folder} isn't there"
         send(connection, {"error": f"rollout.agent.command = {command}: no program {command[0]} {where}; the run starts where it lies"})
         return
+    # The door is reached without a proxy, whatever else the user's own list has. Programs read one spelling or the other.
+    direct = ",".join(filter(None, [os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), "127.0.0.1"]))
+    os.environ |= {"NO_PROXY": direct, "no_proxy": direct}
     adopt_orphans()
     send(connection, {"ready": True})
     while (request := receive(connection)) is not None:
-        send(connection, _ran([program, *command[1:]], folder, request["variables"]))
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+            send(connection, _ran([program, *command[1:]], folder, request["variables"] | {"TMPDIR": scratch}))
 
 
 def _ran(command: list[str], folder: Path, variables: dict[str, str]) -> dict[str, Any]:

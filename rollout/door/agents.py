@@ -101,10 +101,13 @@ class Agents:
 
     @contextlib.asynccontextmanager
     async def ran(self, conversation: Conversation, prompt: Prompt, how: AnswerSampling) -> AsyncIterator[_Program]:
-        """A program that plays a conversation. It is ended with the block, its address and its files with it."""
+        """A program that plays a conversation. It is ended with the block, its address and its files with it. Raises: CallError."""
         process = await self._idle.get()
         try:
-            folder = Path(tempfile.mkdtemp(prefix="agent-"))
+            try:
+                folder = Path(tempfile.mkdtemp(prefix="agent-"))
+            except OSError as error:
+                raise CallError(f"the agent's program can't be given its task ({error})") from error
             address = self._door.admit(conversation, how)
             try:
                 yield _Program(process, folder, address, self._door.model, prompt, writes_reward=self._score is None)
@@ -135,16 +138,19 @@ class _Program:
     """One start of an agent's program."""
 
     def __init__(self, process: LimitedProcess, folder: Path, address: Address, model: str, prompt: Prompt, *, writes_reward: bool) -> None:
+        """Raises: CallError if the task can't be written down."""
         self._process, self._reward, self._key = process, folder / "reward.json", address.key
         task = folder / "task.json"
         answer = prompt.answer if isinstance(prompt.answer, str) else list(prompt.answer)
         content = {"id": prompt.prompt_id, "prompt": prompt.text, "answer": answer, "metadata": prompt.metadata}
-        task.write_text(json.dumps(content, default=str))
+        try:
+            task.write_text(json.dumps(content, default=str))
+        except (OSError, TypeError, ValueError) as error:
+            raise CallError(f"the agent's program can't be given its task ({error})") from error
         self._variables = {
             "OPENAI_BASE_URL": address.base_url,
             "OPENAI_API_KEY": address.key,
             "OPENAI_MODEL": model,
-            "NO_PROXY": "127.0.0.1",
             "EVENKEEL_TASK": str(task),
         } | ({"EVENKEEL_REWARD": str(self._reward)} if writes_reward else {})
 
@@ -191,10 +197,14 @@ class AgentRollout:
 
         Raises: EngineError of the engine, which is of all rollouts.
         """
-        self._ended = self._begun if not is_unfinished(self._begun) else await self._played(open_session)
+        try:
+            self._ended = self._begun if not is_unfinished(self._begun) else await self._played(open_session)
+        except CallError as error:
+            self._ended = self._failed(str(error), error.kind)
         return self._ended
 
     async def _played(self, open_session: OpenSession) -> Trajectory:
+        """Raises: CallError if the program wasn't started, or was killed; EngineError."""
         conversation = self._conversation = self._agents.conversation(self._begun, open_session)
         async with self._agents.ran(conversation, self._prompt, self._how) as program:
             if self._is_stopped.is_set():  # it has waited for others
@@ -210,11 +220,7 @@ class AgentRollout:
                     return conversation.trajectory
                 if conversation.failed.done():
                     return self._lost(conversation.failed.result())
-                try:
-                    why = ended.result()
-                except CallError as error:
-                    return self._failed(str(error), error.kind)
-                played = conversation.played
+                why, played = ended.result(), conversation.played
                 if why and not conversation.is_cut:
                     return self._failed(why + (f" (the door had refused: {conversation.refusal})" if conversation.refusal else ""))
                 if played is None:

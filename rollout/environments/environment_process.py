@@ -97,6 +97,8 @@ def _reading(value: Any, do: str) -> Any:
     is_list = isinstance(value, list | tuple)
     if is_list and value and all(type(token) is int for token in value):
         _refuse_long(len(value), "token ids", do)
+        if (least := min(value)) < 0 or (least := max(value)) >= 1 << 31:
+            raise ValueError(f"{do} returned the token id {least} for the model to read, which no vocabulary has")
         return list(value)
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]

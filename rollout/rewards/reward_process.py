@@ -123,7 +123,10 @@ def _finite(name: str, part: Any) -> float:
         raise NoScoreError(f"{name} = None is no number; return one for every answer, 0.0 for a wrong one")
     if isinstance(part, str) or not hasattr(part, "__float__"):
         raise TypeError(f"{name} = {part!r} is no number; return a float, or a dict of floats")
-    number = float(part)
+    try:
+        number = float(part)
+    except OverflowError as error:  # a whole number of 400 digits
+        raise ValueError(f"{name} is too large: a reward is at most {LARGEST:g}, above or below 0") from error
     if not math.isfinite(number):
         raise ValueError(f"{name} = {number} is not finite")
     if abs(number) > LARGEST:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from transformers import AutoTokenizer
@@ -27,6 +26,7 @@ from evenkeel.rollout.trajectory import FailureKind, FinishReason, Prompt, Traje
 from tests.conftest import BackgroundLoop
 from tests.rollout.door_scene import AT_ONE, MODEL, Script, user
 from tests.rollout.folder_scene import bubblewrap, needs_bubblewrap, write_folder
+from tests.rollout.reward_scene import is_running, wait_until
 
 __all__ = ["bubblewrap"]
 PROMPT = Prompt("train/0/7", "1 + 2", (5, 6), "3", {"level": 4})
@@ -68,21 +68,24 @@ async def started(encoder: ChatEncoder, folder: Path, score: Score | None = None
 def test_a_program_plays_a_rollout(
     engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the task, an address and the usual variables; what it writes is the reward; the same process runs the next one."""
+    """It has the task, an address and the usual variables; what it writes is the reward; the same process runs the next one, which finds
+    nothing of the first. The door is added to those that it reaches without a proxy."""
     (tmp_path / "agent.py").write_text(
         "from asking import *\n"
         "first = ask(task['prompt'])\n"
         "second = ask(task['prompt'], first, str(task['metadata']['level']))\n"
-        "names = {name: os.environ[name] for name in os.environ}\n"
+        "import tempfile\n"
+        "names = {**os.environ, 'LEFT': ' '.join(os.listdir(tempfile.gettempdir())), 'MADE': tempfile.mkdtemp()}\n"
         "json.dump(names, open('seen.json', 'w'))\n"
         "reward({'right': float(second == task['answer']), 'style': 0.5})\n"
     )
     for name in ("RAY_AUTH_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "ANTHROPIC_API_KEY", "MY_JUDGE"):
         monkeypatch.setenv(name, f"secret of {name}")
     monkeypatch.setenv("OPENAI_API_KEY", "secret of the user's own")
+    monkeypatch.setenv("NO_PROXY", "judge.example")
 
     async def run() -> list[Trajectory]:
-        async with started(encoder, tmp_path, variables=("MY_JUDGE",)) as agents:
+        async with started(encoder, tmp_path, variables=("MY_JUDGE", "NO_PROXY")) as agents:
             found = []
             for second in ("3", "4"):
                 found.append(await agents.rollout(PROMPT, None, AT_ONE).play(Script(encoder, "hm", second).begin))
@@ -97,7 +100,9 @@ def test_a_program_plays_a_rollout(
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["MY_JUDGE"] == "secret of MY_JUDGE" and seen["OPENAI_MODEL"] == MODEL and "PATH" in seen
     assert [name for name, value in seen.items() if value.startswith("secret")] == ["MY_JUDGE"]
-    assert not Path(seen["EVENKEEL_TASK"]).exists(), "its files are gone"
+    assert seen["NO_PROXY"] == seen["no_proxy"] == "judge.example,127.0.0.1"
+    assert seen["LEFT"] == "" and Path(seen["MADE"]).parent == Path(seen["TMPDIR"])
+    assert not any(Path(seen[name]).exists() for name in ("EVENKEEL_TASK", "TMPDIR")), "its files are gone"
 
 
 @needs_bubblewrap
@@ -142,6 +147,7 @@ FAILURES = {
     "pass": "ended without a turn of the model",
     "ask('1')": "the agent's reward can't be used: it has written none",
     "ask('1'); reward(float('nan'))": "the agent's reward can't be used: reward = nan is not finite",
+    "ask('1'); reward(10**400)": "the agent's reward can't be used: reward is too large: a reward is at most 1e+18",
     "ask('1'); reward('x' * 100_000)": "the agent's reward can't be used: it has more than 65536 bytes",
     "ask('1'); os.mkfifo(os.environ['EVENKEEL_REWARD'])": "the agent's reward can't be used: it is no regular file",
     "x = bytearray(3 << 30)": "MemoryError",
@@ -169,6 +175,28 @@ def test_a_program_that_fails_costs_its_own_rollout(engine_loop: BackgroundLoop,
         assert (one.reward, one.failure) == (None, FailureKind.REWARD)
     for one, finish in zip(found[len(FAILURES) :], fine.values(), strict=True):
         assert (one.error, one.reward, one.finish_reason) == (None, 1.0, finish)
+
+
+def test_a_task_that_can_t_be_written_down_costs_its_own_rollout(engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path) -> None:
+    """Keys that JSON doesn't have, no room for temporary files. The next rollout is played."""
+    (tmp_path / "agent.py").write_text("from asking import *\nask('1'); reward(1)\n")
+
+    async def run() -> list[Trajectory]:
+        async with started(encoder, tmp_path) as agents:
+
+            async def played(prompt: Prompt) -> Trajectory:
+                return await agents.rollout(prompt, None, AT_ONE).play(Script(encoder, "said").begin)
+
+            found = [await played(replace(PROMPT, metadata={(1, 2): 3}))]
+            with pytest.MonkeyPatch.context() as without:
+                without.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+                found.append(await played(PROMPT))
+            return [*found, await played(PROMPT)]
+
+    keys, room, fine = engine_loop.run(run())
+    assert str(keys.error).startswith("the agent's program can't be given its task (keys must be str, int, ")
+    assert str(room.error).startswith("the agent's program can't be given its task ([Errno 2] No such file or directory: ")
+    assert [one.failure for one in (keys, room)] == [FailureKind.REWARD] * 2 and fine.reward == 1.0
 
 
 def test_a_program_that_hangs_is_ended(engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path) -> None:
@@ -202,7 +230,7 @@ def test_what_a_program_starts_ends_with_it(engine_loop: BackgroundLoop, encoder
     async def run() -> tuple[Trajectory, bool]:
         async with started(encoder, tmp_path) as agents:
             one = await agents.rollout(PROMPT, None, AT_ONE).play(Script(encoder, "said").begin)
-            return one, psutil.pid_exists(int((tmp_path / "daemon").read_text()))
+            return one, is_running(int((tmp_path / "daemon").read_text()))
 
     one, is_there = engine_loop.run(run())
     assert one.reward == 1.0 and not is_there
@@ -234,8 +262,7 @@ def test_a_worker_that_leaves_keeps_what_there_is(engine_loop: BackgroundLoop, e
             handed = await playing
             assert is_begun(await queued)
             process = int((tmp_path / "waiting").read_text())
-            while psutil.pid_exists(process):
-                await asyncio.sleep(0.01)
+            assert await asyncio.to_thread(wait_until, lambda: not is_running(process))
             (tmp_path / "go_on").touch()
             return handed, await agents.rollout(PROMPT, handed, AT_ONE).play(Script(encoder, "second").begin)
 
