@@ -28,8 +28,8 @@ _END_S = 5.0
 
 def limit_process(memory_bytes: int | None) -> None:
     """Limit this process, and each process that it starts separately: private writable memory (what a library merely reserves or maps
-    doesn't count; the guardian watches shared memory, and what all of them have together), open files, and the size of a file. There are no
-    core dumps."""
+    doesn't count; the guardian watches shared memory and files in memory, and what all of them have together), open files, and the size of
+    a file. There are no core dumps."""
     import resource
 
     def lower(kind: int, limit: int) -> None:
@@ -104,9 +104,14 @@ def end_tree() -> None:
         else:
             _send(found, signal.SIGKILL)
             time.sleep(0.005)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        _reap()
+    _reap()  # those that have ended since the last look
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _send(pids: set[int], number: int) -> None:
@@ -146,17 +151,33 @@ def _is_zombie(pid: int) -> bool:
 
 
 def beyond_memory(tree: set[int], memory_bytes: int) -> bool:
-    """Whether private and shared memory of these processes together exceed the limit. A single process that shares none has a limit of its
-    own (`limit_process`)."""
+    """Whether private and shared memory of these processes, and their open files in memory, exceed the limit together. A process alone that
+    has neither of the latter has a limit of its own (`limit_process`). What is mapped of an open file in memory counts twice."""
     private = shared = 0
     for pid in tree:
         sizes = _sizes(f"/proc/{pid}/status", "RssAnon", "RssShmem")
         private += sizes["RssAnon"]
         shared += sizes["RssShmem"]
-    if private + shared <= memory_bytes or (len(tree) == 1 and not shared):
+    in_files = _bytes_of_memory_files(tree)
+    if private + shared + in_files <= memory_bytes or (len(tree) == 1 and not shared and not in_files):
         return False
     # A page that several processes have mapped was counted for each. To count it once the kernel walks through all pages, so only now.
-    return private + sum(_sizes(f"/proc/{pid}/smaps_rollup", "Pss_Shmem")["Pss_Shmem"] for pid in tree) > memory_bytes
+    mapped = sum(_sizes(f"/proc/{pid}/smaps_rollup", "Pss_Shmem")["Pss_Shmem"] for pid in tree)
+    return private + mapped + in_files > memory_bytes
+
+
+def _bytes_of_memory_files(tree: set[int]) -> int:
+    """What the files take that these processes have made with memfd_create: pages of those that nobody has mapped are in no count of a
+    process's."""
+    found: dict[int, int] = {}
+    for pid in tree:
+        with contextlib.suppress(OSError):
+            for file in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(file).startswith("/memfd:"):
+                        of_file = os.stat(file)
+                        found[of_file.st_ino] = of_file.st_blocks << 9
+    return sum(found.values())
 
 
 def _sizes(path: str, *names: str) -> dict[str, int]:

@@ -89,6 +89,9 @@ USER_REWARDS = """
             command = [sys.executable, "-c", "import time; kept = b'x' * (300 << 20); time.sleep(65.5)"]
             children = [subprocess.Popen(command) for _ in range(4)]
             time.sleep(60)
+        if completion == "in a file":
+            os.posix_fallocate(os.memfd_create("a"), 0, 400 << 20)
+            time.sleep(60)
         if completion in ("maps", "shares"):
             shared = mmap.mmap(-1, (400 if completion == "maps" else 100) << 20)
             def touch():
@@ -147,7 +150,7 @@ def is_running(pid: int) -> bool:
 
 
 def sleepers(seconds: str) -> list[int]:
-    """Processes that run `sleep` for so long."""
+    """Processes of the machine that run `sleep` for so long: each test file has seconds of its own, as others run beside it."""
     return [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", seconds]]
 
 

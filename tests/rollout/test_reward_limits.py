@@ -50,9 +50,11 @@ def test_the_whole_tree_has_the_limits() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a tree are Linux's")
 def test_shared_memory_counts_and_a_page_that_several_have_mapped_once() -> None:
-    """A limit of 256 MiB: one process may not map 400 MiB of them; four may map the same 100 MiB, of which each has 100 MiB resident."""
-    maps, shares = scored(user_reward("moody", deadline_s=20.0, memory_gib=0.25), "maps", "shares")
-    assert maps.error is not None and "took more than 0.25 GiB together" in maps.error
+    """A limit of 256 MiB: one process may not map 400 MiB of them, nor have them in a file in memory that it hasn't mapped; four may map
+    the same 100 MiB, of which each has 100 MiB resident."""
+    maps, file, shares = scored(user_reward("moody", deadline_s=20.0, memory_gib=0.25), "maps", "in a file", "shares")
+    for one in (maps, file):
+        assert one.error is not None and "took more than 0.25 GiB together" in one.error
     assert shares.error is None and shares.is_valid
 
 
