@@ -182,7 +182,7 @@ class LimitedProcess:
         Raises: CallError.
         """
         assert self._streams is not None
-        reader = self._streams[0]
+        reader, child = self._streams[0], self._child
         try:
             async with asyncio.timeout(limit_s):
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
@@ -197,9 +197,8 @@ class LimitedProcess:
             self._restart()
             raise CallError(f"the process of {self._name} sent no reply at {what}, but something else ({error}); it was killed") from None
         except (ConnectionError, EOFError):
-            if self._child is None:
+            if child is None or self._child is not child:
                 raise CallError(f"the processes of {self._name} were closed") from None
-            child = self._child
             try:
                 exit_code = await asyncio.to_thread(self._exit_code, child)
             except RuntimeError as error:  # no thread is left to wait for it
@@ -209,7 +208,8 @@ class LimitedProcess:
                     self._restart()
             raise CallError(f"the process of {self._name} died at {what} ({exit_code})") from None
         except BaseException:  # cancelled: the answer to this request must not be taken for the next one's
-            self.kill()
+            if self._child is child:  # and not another that somebody has started since
+                self.kill()
             raise
 
     def _restart(self) -> None:

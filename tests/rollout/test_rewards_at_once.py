@@ -59,7 +59,7 @@ JUDGES = """
 def judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "judges.py").write_text(textwrap.dedent(JUDGES))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(many_calls, "_LATER_S", 0.5)
+    monkeypatch.setattr(many_calls, "_LATER_S", 2.0)
 
 
 def scored(name: str, texts: list[str], groups: int = 1, *, metadata: dict[str, Any] | None = None, **settings: Any) -> list[Trajectory]:
@@ -82,6 +82,22 @@ def test_calls_of_one_process_wait_side_by_side() -> None:
     """48 calls of six groups, none of which can end before all have begun."""
     found = scored("meeting", ["a" * n for n in range(8)], groups=6, metadata={"invited": 48})
     assert [one.reward for one in found] == [float(n) for n in range(8)] * 6
+
+
+def test_processes_that_were_closed_are_there_again_at_once() -> None:
+    """Who read from the old one is told of its end only after the new one was started, which has done nothing."""
+
+    async def run() -> Trajectory:
+        pool = RewardPool(FunctionReward(path="judges:moody", processes=1, at_once=2))
+        try:
+            await pool.check()
+            await pool.close()
+            return await pool.score_one(answered("fine"), asked(worth=2.5))
+        finally:
+            await pool.close()
+
+    one = asyncio.run(run())
+    assert (one.reward, one.error) == (2.5, None)
 
 
 def test_no_more_than_allowed_are_under_way() -> None:
