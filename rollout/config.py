@@ -625,6 +625,11 @@ def check_played(task: TaskConfig, reward: RewardConfig, environment: Environmen
             "task.kind = folders without rollout.environment: nothing would play in their sandboxes; set environment: {path: "
             '"evenkeel.rollout.environments.shell:Shell"} and reward: {kind: environment}, or take an agent of your own'
         )
+    if task.kind == "folders" and environment is not None and task.command_s >= environment.deadline_s:
+        raise ValueError(
+            f"task.command_s = {task.command_s:g} with environment.deadline_s = {environment.deadline_s:g}: a long command would end its "
+            "rollout, and not be ended for the model to read why; raise environment.deadline_s, or lower task.command_s"
+        )
     if agent is None and reward.kind == "agent":
         raise ValueError("reward.kind = agent without rollout.agent: nothing would write a reward; say which program it is")
     if agent is not None and environment is not None:

@@ -43,7 +43,7 @@ def local_build(context: Path) -> Build:
     """The steps of CONTEXT/Dockerfile. Raises: DataError naming the line of one that can't be followed."""
     steps, workdir, variables, is_begun = ["set -u"], "/", dict[str, str](), False
     for line, name, written in _instructions((context / "Dockerfile").read_text(encoding="utf-8")):
-        place = f"environment/Dockerfile:{line}: {name} {written}"[:120]
+        place = f"environment/Dockerfile:{line}: {name} {' '.join(written.split())}"[:120]
         value = _filled(written, DEFAULTS | variables)
         try:
             if name in _IGNORED:
@@ -84,11 +84,17 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
         if not line.strip() or line.lstrip().startswith("#"):  # within a continued instruction, too
             continue
         begun = begun if pieces else number
-        pieces.append(line.strip().removesuffix("\\"))
+        pieces.append(line.rstrip().removesuffix("\\"))  # blanks before what goes on are the instruction's
         if not line.rstrip().endswith("\\"):
-            name, _, rest = "".join(pieces).strip().partition(" ")
-            yield begun, name.upper(), rest.strip()
+            yield begun, *_named(pieces)
             pieces = []
+    if pieces:
+        yield begun, *_named(pieces)
+
+
+def _named(pieces: list[str]) -> tuple[str, str]:
+    name, *rest = "".join(pieces).split(maxsplit=1) or [""]
+    return name.upper(), "".join(rest).strip()
 
 
 def _filled(text: str, known: Mapping[str, str]) -> str:

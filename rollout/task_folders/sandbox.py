@@ -99,11 +99,16 @@ async def opened(metadata: Mapping[str, Any], *, within_s: float = math.inf) -> 
     except DataError as error:
         raise SandboxError(f"{path}: {error}") from error
     folder = replace(folder, tests_s=min(folder.tests_s, within_s / 2))  # they may run twice, see `reward`
-    return await (_Local if is_local else _Container).opened(folder, settings)
+    sandbox = await (_Local if is_local else _Container).opened(folder, settings)
+    sandbox.within_s = within_s
+    return sandbox
 
 
 class Sandbox(ABC):
     """One rollout's. Use it from one event loop, a call at a time."""
+
+    within_s = math.inf
+    """Of `reward`, whose caller waits no longer; seconds."""
 
     def __init__(self, folder: TaskFolder, settings: Mapping[str, Any]) -> None:
         self._folder, self._settings = folder, settings
@@ -141,34 +146,39 @@ class Sandbox(ABC):
         write none that can be used, after commands alone were ended or broken by these: that is worth 0, or to spoil its tests would cost a
         rollout nothing.
 
-        Raises: SandboxError if they write none in a sandbox either that no command has touched: it is the folder that is wrong.
+        Raises: SandboxError if they write none in a sandbox either that no command has touched: it is the folder that is wrong. That has
+            what is left of `within_s`, less a tenth for the end of it.
         """
+        until = asyncio.get_running_loop().time() + 0.9 * self.within_s
         try:
             return await self._tested()
         except SandboxError:
             if self._is_untouched:
                 raise
-            untouched = await self.opened(self._folder, self._settings)
-            try:
-                await untouched._tested()
-            finally:
-                await untouched.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    untouched = await self.opened(self._folder, self._settings)
+                    try:
+                        await untouched._tested()
+                    finally:
+                        await untouched.close()
             return 0.0
 
     async def _tested(self) -> Any:
         """Raises: SandboxError."""
         name = f"{self._folder.path}/tests/test.sh"
-        tests = self._scratch / "tests"
+        tests, verifier = self._scratch / "tests", self._scratch / "verifier"
+        await _remove(tests, verifier)  # of another time
         await self._copy(self._folder.path / "tests", tests)
         (tests / "test.sh").chmod(0o755)
-        (self._scratch / "verifier").mkdir()
+        verifier.mkdir()
         await self._hand_over("tests", "verifier")
         ran = await self._test(self._variables | self._resolved(self._folder.tests_variables, "verifier.env"), self._folder.tests_s)
         if ran.code is None:
             raise SandboxError(f"{name}: {ran.ended}")
         for file, parse in (("reward.json", json.loads), ("reward.txt", float)):
             try:
-                found: Any = parse(read_small_file(self._scratch / "verifier" / file))
+                found: Any = parse(read_small_file(verifier / file))
                 found = found.get("reward", found) if isinstance(found, dict) else found
                 components(found)
             except FileNotFoundError:
@@ -180,9 +190,8 @@ class Sandbox(ABC):
         raise SandboxError(f"{name} ended with exit code {ran.code} and no /logs/verifier/reward.txt or reward.json ({said})")
 
     async def close(self) -> None:
-        """End it, and remove its files, those too that a command has made unreadable."""
-        script = 'chmod -R u+rwX -- "$0" 2>/dev/null; rm -rf -- "$0"'
-        await (await asyncio.create_subprocess_exec("/bin/sh", "-c", script, str(self._scratch), env={"PATH": os.defpath})).wait()
+        """End it, and remove its files."""
+        await _remove(self._scratch)
 
     @abstractmethod
     async def make(self) -> None:
@@ -255,6 +264,12 @@ class Sandbox(ABC):
                 process.kill()
         await process.wait()
         return Ran(None if ended else process.returncode, await reading, ended)
+
+
+async def _remove(*folders: Path) -> None:
+    """Remove folders, if they are there, those too that a command has made unreadable."""
+    script = 'chmod -R u+rwX -- "$@" 2>/dev/null; rm -rf -- "$@"'
+    await (await asyncio.create_subprocess_exec("/bin/sh", "-c", script, "sh", *map(str, folders), env={"PATH": os.defpath})).wait()
 
 
 async def _shortened(output: asyncio.StreamReader, most: int) -> str:
@@ -381,10 +396,13 @@ class _Local(Sandbox):
 
     async def _test(self, variables: Mapping[str, str], limit_s: float) -> Ran:
         # Tests have room of their own: how much the commands before have filled is no reason for them to fail.
+        of_commands, self._is_full = self._storage_mib, False
         self._storage_mib += await asyncio.to_thread(_size_mib, self._scratch)
-        self._is_full = False
         shown = ("--bind", f"{self._reached}/tests", "/tests", "--bind", f"{self._reached}/verifier", "/logs/verifier")
-        return await self._run("/tests/test.sh", variables, limit_s, shown)
+        try:
+            return await self._run("/tests/test.sh", variables, limit_s, shown)
+        finally:
+            self._storage_mib = of_commands
 
     async def _fullness(self) -> str:
         """Why nothing more may be written; empty: it may."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 from collections.abc import Awaitable, Callable
@@ -43,11 +44,11 @@ def write_folder(path: Path, **changes: str | None) -> Path:
     return path
 
 
-def in_sandbox(path: Path, work: Callable[[Sandbox], Awaitable[Any]], **settings: Any) -> Any:
+def in_sandbox(path: Path, work: Callable[[Sandbox], Awaitable[Any]], within_s: float = math.inf, **settings: Any) -> Any:
     """What a coroutine makes of a folder's sandbox."""
 
     async def run() -> Any:
-        sandbox = await opened({"folder": str(path), "sandbox": FoldersTask(path=path.parent, **settings).sandbox})
+        sandbox = await opened({"folder": str(path), "sandbox": FoldersTask(path=path.parent, **settings).sandbox}, within_s=within_s)
         try:
             return await work(sandbox)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -74,11 +75,15 @@ def test_the_machine_is_out_of_reach(folder: Path, monkeypatch: pytest.MonkeyPat
     assert said(folder, "mount -t tmpfs none /mnt; mknod /tmp/a b 8 0").endswith("[exit code 1]")
 
 
+FILES_IN_MEMORY = "import os, time; [os.posix_fallocate(os.memfd_create(str(i)), 0, 60 << 20) for i in range(5)]; time.sleep(60)"
+
+
 @pytest.mark.parametrize(
     ("command", "ended"),
     [
         ("sleep 66.5 & setsid sleep 66.5 & trap '' TERM INT; wait", "it took more than 2 s"),
         ("for i in {1..200}; do sleep 66.5 & done; wait", "it had more than 128 processes"),
+        (f"python3 -c '{FILES_IN_MEMORY}'", "it took more than 256 MiB of memory"),
         ("for i in 1 2 3 4; do (x=$(head -c 90M /dev/zero | tr '\\0' x); sleep 66.5) & done; wait", "it took more than 256 MiB of memory"),
     ],
 )
@@ -237,6 +242,18 @@ def test_tests_give_the_reward(folder: Path) -> None:
     assert reward(folder, "cut -d' ' -f1 notes.txt > answer.txt") == 1.0
 
 
+def test_tests_may_be_run_after_each_command(folder: Path) -> None:
+    """Each time in a fresh copy; what they may write more is theirs alone."""
+
+    async def work(sandbox: Sandbox) -> list[Any]:
+        found = [await sandbox.reward()]
+        await sandbox.run("cut -d' ' -f1 notes.txt > answer.txt")
+        found.append(await sandbox.reward())
+        return [*found, (await sandbox.run("for i in 1 2; do head -c 40M /dev/zero > $i; done")).ended]
+
+    assert in_sandbox(folder, work) == [0.0, 1.0, "its files took more than 64 MiB"]
+
+
 def test_what_a_rollout_plants_gives_no_reward(folder: Path) -> None:
     """Tests of its own, a reward of its own, a process that waits for the tests, another cat."""
     plants = [
@@ -261,6 +278,7 @@ REWARDS = {
 FAILED = {
     "echo nothing; exit 7": "/tests/test.sh ended with exit code 7 and no /logs/verifier/reward.txt or reward.json (nothing)",
     "echo good > /logs/verifier/reward.txt": "reward.txt can't be used: could not convert string to float: b'good\\n'",
+    "echo 1$(printf %0400d) > /logs/verifier/reward.json": "reward.json can't be used: reward is too large",
     "> /logs/verifier/reward.txt": "reward.txt can't be used: could not convert string to float",
     "echo '{' > /logs/verifier/reward.json": "reward.json can't be used: Expecting property name",
     "mkfifo /logs/verifier/reward.txt": "reward.txt can't be used: it is no regular file",
@@ -303,9 +321,25 @@ def test_who_spoils_the_tests_gets_nothing_for_it(tmp_path: Path, plant: str) ->
     assert reward(path, "echo right=0.5 > answer.sh") == 0.5
 
 
+def test_a_reward_comes_before_its_caller_gives_up(tmp_path: Path) -> None:
+    """Tests that the model made hang, 3 s, and those of a fresh sandbox, which takes 3 s to make, need 9 s of the caller's 6: what is never
+    known of the folder is worth 0, too. A caller that gave up would leave the rollout out."""
+    script = "[ -f answer.sh ] && . ./answer.sh\nsleep 3\necho 1 > /logs/verifier/reward.txt"
+    dockerfile = "FROM a\nWORKDIR /app\nRUN sleep 3\n"
+    path = write_folder(tmp_path / "set" / "one", **{"environment/Dockerfile": dockerfile, "tests/test.sh": TEST + script})
+
+    async def work(sandbox: Sandbox) -> Any:
+        await sandbox.run("echo sleep 60 > answer.sh")
+        async with asyncio.timeout(8):
+            return await sandbox.reward()
+
+    assert in_sandbox(path, work, within_s=6) == 0.0
+
+
 # --- what can't be made -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here, whose words are looked for")
 def test_a_step_that_fails_is_named_by_its_line(tmp_path: Path) -> None:
     """As most that install something: a sandbox has no network."""
     path = write_folder(

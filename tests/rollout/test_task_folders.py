@@ -131,6 +131,15 @@ def test_something_has_to_play_in_them(tmp_path: Path) -> None:
         RolloutConfig.model_validate({"task": task, "reward": {"kind": "exact_match"}})
 
 
+def test_a_command_ends_before_its_step(tmp_path: Path) -> None:
+    """Or a model that lets one wait would have its rollout left out."""
+    played = {"environment": {"path": "evenkeel.rollout.environments.shell:Shell", "deadline_s": 30}, "reward": {"kind": "environment"}}
+    task = {"kind": "folders", "path": tmp_path}
+    assert RolloutConfig.model_validate({"task": task | {"command_s": 29}, **played}).environment is not None
+    with pytest.raises(ValueError, match=r"task.command_s = 30 with environment.deadline_s = 30: a long command would end its rollout"):
+        RolloutConfig.model_validate({"task": task | {"command_s": 30}, **played})
+
+
 def test_sizes_of_older_folders_are_understood(tmp_path: Path) -> None:
     """Schema 1.0 has "2G" where later ones have 2048."""
     path = write_folder(tmp_path / "one", **{"task.toml": 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\n'})
@@ -174,6 +183,15 @@ def test_a_dockerfile_is_followed(tmp_path: Path) -> None:
     # task.toml's GREETING wins over the Dockerfile's
     assert found.output.splitlines() == ["/app/below", *files, "pike", "/app", "hello,pike,/data"]
     assert more.code == 0
+
+
+@needs_bubblewrap
+@pytest.mark.usefixtures("bubblewrap")
+def test_lines_that_go_on_keep_their_blanks(tmp_path: Path) -> None:
+    """As Docker joins them: the backslash and the line's end are taken away, nothing else; one at the file's end ends its instruction."""
+    dockerfile = "FROM a\nWORKDIR /app\nENV A=1\\\n    B=2\nRUN echo $A\\\n   $B > said.txt\nRUN echo last >> said.txt \\\n"
+    path = write_folder(tmp_path / "set" / "one", **{"environment/Dockerfile": dockerfile})
+    assert ran(path, "cat said.txt")[0].output == "1 2\nlast\n"
 
 
 @needs_bubblewrap
