@@ -183,7 +183,7 @@ async def _try_turns(entry: TaskEntry, task: Task | None, encoder: ChatEncoder |
 
     Raises: ConfigError, DataError.
     """
-    if encoder is not None:
+    if encoder is not None and encoder.apply_chat_template:
         said = encoder.tokenizer.encode("1", add_special_tokens=False)
         encoder.following("1", said, [{"role": "user", "content": "1"}])
     if entry.agent is not None:

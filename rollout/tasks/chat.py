@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -428,7 +429,8 @@ class ChatEncoder:
 
     def token_at(self, said_ids: Sequence[int], character: int) -> int:
         """Number of the token of an answer in which a character of its text lies; the last token for what comes after the text."""
-        return next((i for i in range(len(said_ids)) if len(self.text_of(said_ids[: i + 1])) > character), len(said_ids) - 1)
+        found = bisect_right(range(len(said_ids)), character, key=lambda i: len(self.text_of(said_ids[: i + 1])))
+        return min(found, len(said_ids) - 1)
 
     def _turns(self, asked: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """All turns, the recipe's system prompt included."""

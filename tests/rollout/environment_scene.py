@@ -24,9 +24,8 @@ from evenkeel.rollout.trajectory import FinishReason, Prompt, Trajectory, Versio
 
 USER_ENVIRONMENTS = """
     import asyncio, json, os, subprocess, sys, time
-    from collections import Counter
 
-    together = Counter()
+    there, everybody = [], asyncio.Event()
 
     class Game:
         async def reset(self, task):
@@ -35,12 +34,11 @@ USER_ENVIRONMENTS = """
         async def step(self, turn):
             self.said.append(turn.text)
             word = turn.text
-            if word == "wait":
-                together["now"] += 1
-                together["most"] = max(together.values())
-                await asyncio.sleep(0.3)
-                together["now"] -= 1
-            if word == "most": return str(together["most"]), 0.0, False
+            if word == "wait": await asyncio.sleep(0.3)
+            if word == "meet":
+                there.append(self)
+                if len(there) == 50: everybody.set()
+                await everybody.wait()
             if word == "hang": await asyncio.sleep(60)
             if word == "stubborn":
                 while True:
@@ -58,7 +56,7 @@ USER_ENVIRONMENTS = """
             if word == "die": os._exit(7)
             if word == "memory": bytearray(2 << 30)
             if word == "forks":
-                try: children = [subprocess.Popen(["sleep", "66.5"]) for _ in range(400)]
+                try: children = [subprocess.Popen(["sleep", "69.5"]) for _ in range(400)]
                 except BlockingIOError: raise MemoryError("no more processes")
                 await asyncio.sleep(60)
             if word == "write": os.write(int(sys.argv[1]), b"0" * 4096)
@@ -70,6 +68,7 @@ USER_ENVIRONMENTS = """
             if word == "nan": return "x", float("nan"), False
             if word == "half": return json.loads('"\\\\ud83d"'), 0.5, False
             if word == "ids": return [5, 6], 0.5, False
+            if word == "no id": return [5, 1 << 31], 0.5, False
             if word == "end" or turn.is_cut: return None, {"right": 1.0, "cut": float(turn.is_cut)}, True
             return f"{turn.number}: {'+'.join(self.said)}", {"right": 0.25}, False
 

@@ -61,6 +61,27 @@ def test_a_template_that_rewrites_what_was_said_is_refused(name: str, answer: st
         encoder.following(QUESTION, said_by(encoder, family, answer), NEW)
 
 
+def test_the_first_token_that_differs_is_found_in_a_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8,000 tokens: to decode all that begin a turn takes seconds, in which the door answers nobody."""
+    family = FAMILIES["Qwen2.5-Instruct"]
+    encoder = ChatEncoder(family.tokenizer())
+    said = said_by(encoder, family, "1 " * 4000)
+    text, looks, decode = encoder.text_of(said), list[int](), encoder.tokenizer.decode
+    assert len(said) > 4000
+
+    def counted(ids: list[int], **how: bool) -> str:
+        looks.append(len(ids))
+        return str(decode(ids, **how))
+
+    monkeypatch.setattr(encoder.tokenizer, "decode", counted)
+    for place in (0, 1, 4001, len(text) - 1, len(text)):
+        looks.clear()
+        token = encoder.token_at(said, place)
+        assert len(looks) < 20
+        at = len(encoder.text_of(said[:token]))
+        assert at <= place < len(encoder.text_of(said[: token + 1])) or (place == len(text) and token == len(said) - 1)
+
+
 def test_a_template_without_generation_prompt_is_refused() -> None:
     """It begins each turn of the model, but not the one that is to come."""
     encoder = ChatEncoder(FAMILIES["Qwen2.5-Instruct"].tokenizer())
