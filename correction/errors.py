@@ -75,6 +75,10 @@ class DataError(EvenkeelError, ValueError):
     """A prompt, row, model folder or batch that can't be used."""
 
 
+class NoRoomError(DataError):
+    """A prompt that is too long for an engine."""
+
+
 def not_read(path: object, error: BaseException, reason: str, *, remedy: str) -> DataError:
     """Why a file can't be used: this user may not read it, if that is the error, and else the reason with its remedy."""
     if isinstance(error, PermissionError):

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from evenkeel.correction.errors import DataError, EvenkeelError, RequestError
+from evenkeel.correction.errors import DataError, EvenkeelError, NoRoomError, RequestError
 from evenkeel.rollout.continuation import is_begun, of_first_turns, unsampled
 from evenkeel.rollout.engine.engine import in_answer_thread
 from evenkeel.rollout.limited_processes.child import shortened
@@ -214,14 +214,21 @@ class Conversation:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        has_calls: bool = True,
+        max_tokens: int | None = None,
     ) -> asyncio.Task[Turn]:
         """The turn that follows some messages.
 
-        Args: messages: in the form of `canonical`: the whole conversation.
+        Args:
+            messages: in the form of `canonical`: the whole conversation.
+            has_calls: False: what looks like a call of a tool is text.
         Raises: RefusedRequest.
         """
-        request = (messages, tools)
+        request = (messages, tools, has_calls)
         if (again := self._again(request)) is not None:
             return again
         if any(line.turns and not line.heard for line in self._lines):
@@ -241,7 +248,7 @@ class Conversation:
                 ids = await in_answer_thread(rendered)
             except DataError as error:
                 raise RefusedRequest(str(error)) from error
-            found = await self._sampled(line, ids, tools, max_tokens)
+            found = await self._sampled(line, ids, tools if has_calls else (), max_tokens)
             line.said[len(messages)] = found.ids
             line.heard = [*messages, canonical(found.message, len(messages))]
             line.told += [*new, {"role": "assistant", "content": self._encoder.text_of(found.ids)}]
@@ -375,7 +382,7 @@ class Conversation:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     async def _sampled(self, line: _Line, ids: Sequence[int], tools: Sequence[Mapping[str, Any]], max_tokens: int | None) -> Turn:
-        """Raises: RefusedRequest."""
+        """Args: tools: whose calls are looked for. Raises: RefusedRequest."""
         if sum(one.turns for one in self._lines) + self._sampling >= self._max_turns:
             self._is_cut = True
             raise RefusedRequest(f"the session has had its {self._max_turns} turns (rollout.agent.max_turns)", code=NO_ROOM)
@@ -385,7 +392,9 @@ class Conversation:
         except DataError as error:  # a prompt that is too long, or ids that the model doesn't have
             if not line.turns:
                 line.session = None
-            raise RefusedRequest(str(error), code=None if line.turns else NO_ROOM) from error
+            is_too_long = isinstance(error, NoRoomError)
+            self._is_cut |= is_too_long
+            raise RefusedRequest(str(error), code=NO_ROOM if is_too_long else None) from error
         except EvenkeelError as error:
             self._fail(error)
             raise RefusedRequest("the engine gave no turn; the rollout is over", status=503) from error

@@ -133,8 +133,7 @@ class Door:
         except ConnectionError:  # the client has gone; aiohttp knows what to do
             raise
         except Exception as error:
-            log.exception("a request of a session")
-            return _error(f"the door failed: {type(error).__name__}", 500)
+            return _error(_failure(error), 500)
 
     def _session(self, request: web.Request) -> _Open:
         """Raises: RefusedRequest."""
@@ -160,10 +159,10 @@ class Door:
         session = self._session(request)
         with _refusals_of(session.conversation):
             asked = chat_request(await _body(request), self.model, session.how)
-            turn = session.conversation.chat(asked.messages, asked.tools, max_tokens=asked.max_tokens)
+            turn = session.conversation.chat(asked.messages, asked.tools, has_calls=asked.has_calls, max_tokens=asked.max_tokens)
             if not asked.is_streamed:
                 return web.json_response(self._completion(await _ended(turn), has_logprobs=asked.has_logprobs))
-            return await self._streamed(request, turn, has_logprobs=asked.has_logprobs, has_usage=asked.has_usage)
+        return await self._streamed(request, session.conversation, turn, has_logprobs=asked.has_logprobs, has_usage=asked.has_usage)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -174,15 +173,20 @@ class Door:
         choice = {"index": 0, "token_ids": list(turn.ids), "finish_reason": _finish(turn), "logprobs": {"content": content}}
         return web.json_response({"request_id": secrets.token_hex(8), "choices": [choice], "usage": _usage(turn)})
 
-    async def _streamed(self, request: web.Request, turn: asyncio.Task[Turn], *, has_logprobs: bool, has_usage: bool) -> web.StreamResponse:
+    async def _streamed(
+        self, request: web.Request, conversation: Conversation, turn: asyncio.Task[Turn], *, has_logprobs: bool, has_usage: bool
+    ) -> web.StreamResponse:
+        """An answer that has begun: what goes wrong from here on is its last event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         while not (await asyncio.wait({turn}, timeout=_SIGN_OF_LIFE_S))[0]:
             await response.write(b": sampling\n\n")
         try:
-            whole = self._completion(await _ended(turn), has_logprobs=has_logprobs)
-        except RefusedRequest as error:
-            await _send(response, _error_body(str(error), error.code))
+            with _refusals_of(conversation):
+                whole = self._completion(await _ended(turn), has_logprobs=has_logprobs)
+        except Exception as error:
+            told = (str(error), error.code) if isinstance(error, RefusedRequest) else (_failure(error), None)
+            await _send(response, _error_body(*told))
             return response
         usage = whole.pop("usage")
         (choice,) = whole.pop("choices")
@@ -228,7 +232,11 @@ def _refusals_of(conversation: Conversation) -> Iterator[None]:
 async def _body(request: web.Request) -> Any:
     """Raises: RefusedRequest."""
     try:
-        return json.loads(await request.read())
+        text = (await request.read()).decode()
+        found = json.loads(text)
+        if "\\ud" in text.lower():  # half of a surrogate pair is no text, and no tokenizer takes it
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except (ValueError, RecursionError) as error:
         raise RefusedRequest(f"the body is no JSON ({error})") from error
 
@@ -251,6 +259,12 @@ def _finish(turn: Turn) -> str:
 
 def _usage(turn: Turn) -> dict[str, int]:
     return {"prompt_tokens": turn.read_tokens, "completion_tokens": len(turn.ids), "total_tokens": turn.read_tokens + len(turn.ids)}
+
+
+def _failure(error: Exception) -> str:
+    """What a client is told of an error that is the door's own, and the log in full."""
+    log.error("a request of a session", exc_info=error)
+    return f"the door failed: {type(error).__name__}"
 
 
 def _error_body(message: str, code: str | None) -> dict[str, Any]:

@@ -54,6 +54,8 @@ class ChatRequest:
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
+    has_calls: bool
+    """Whether calls of tools are looked for in the turn."""
     max_tokens: int | None
     is_streamed: bool
     has_usage: bool
@@ -85,6 +87,7 @@ def chat_request(body: Any, model: str, how: AnswerSampling) -> ChatRequest:
     return ChatRequest(
         messages=[canonical(message, number) for number, message in enumerate(messages)],
         tools=tools,
+        has_calls=choice == "auto",
         max_tokens=_count(fields, "max_completion_tokens", "max_tokens"),
         is_streamed=bool(fields.get("stream")),
         has_usage=bool(options.get("include_usage")),

@@ -29,6 +29,7 @@ from evenkeel.correction.errors import (
     EngineDirty,
     EngineError,
     EvenkeelError,
+    NoRoomError,
     RequestError,
     SyncError,
 )
@@ -375,7 +376,7 @@ class RolloutEngine:
                 "Use the tokenizer of the model's folder"
             )
         if max_tokens < 1 or len(token_ids) > self.lengths.longest_prompt(max_tokens):
-            raise DataError(
+            raise NoRoomError(
                 f"{self.name}: {len(token_ids)} prompt tokens and max_tokens = {max_tokens}: the engine takes up to "
                 f"{self.lengths.prompt} and at least 1, together up to {self.lengths.together} tokens. "
                 "Shorten the prompt, or lower rollout.sampling.max_tokens"

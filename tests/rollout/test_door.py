@@ -199,6 +199,12 @@ def test_tokens_for_tokens(shared_engine: RolloutEngine, engine_loop: Background
                     address, {"token_ids": ids, "sampling_params": {"stop_token_ids": stops}}, at="/../inference/v1/generate"
                 )
                 assert (status, said) == (400, "stop_token_ids: give a list of token ids")
+            for prompt, code in (([99_999], None), ([9] * 40_000, "context_length_exceeded")):
+                first = conversation_of(sampler, encoder, 1)
+                its = door.admit(first, AT_ONE)
+                async with httpx.AsyncClient(headers={"Authorization": f"Bearer {its.key}"}) as asking:
+                    refused = await asking.post(f"{root}/inference/v1/generate", json={"token_ids": prompt})
+                assert (refused.status_code, refused.json()["error"]["code"], first.is_cut) == (400, code, code is not None)
             status, said = await post(address, {"messages": [user("3 + 4 =")]})
             assert (status, said) == (400, "this session has been given token ids; a conversation in messages needs one of its own")
 
@@ -306,6 +312,49 @@ def test_a_call_that_the_parser_can_t_read_is_text(engine_loop: BackgroundLoop, 
         engine_loop.run(run())
 
 
+def test_what_looks_like_a_call_is_text_where_none_is_to_be_made(engine_loop: BackgroundLoop, encoder: ChatEncoder) -> None:
+    """tool_choice = none, for a turn in which the program takes text alone; the tools stay in the prompt, and the next turn may call."""
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    script = Script(encoder, call, call)
+
+    async def run() -> list[dict[str, Any]]:
+        async with opened(encoder) as door:
+            address = door.admit(scripted(script, encoder, calls=calls_of("qwen25")), AT_ONE)
+            _, first = await post(address, {"messages": [user("1")], "tools": TOOLS, "tool_choice": "none"})
+            messages = [user("1"), json.loads(first)["choices"][0]["message"], user("2")]
+            _, second = await post(address, {"messages": messages, "tools": TOOLS})
+            return [json.loads(answer)["choices"][0] for answer in (first, second)]
+
+    text, called = engine_loop.run(run())
+    assert (text["message"], text["finish_reason"]) == ({"role": "assistant", "content": call}, "stop")
+    assert [one["function"]["name"] for one in called["message"]["tool_calls"]] == ["add"] and called["finish_reason"] == "tool_calls"
+
+
+def test_what_goes_wrong_in_a_stream_is_its_last_event(engine_loop: BackgroundLoop, encoder: ChatEncoder) -> None:
+    """A refusal is remembered for the people who read why the agent gave up; an error of the door's is no second answer."""
+
+    def broken(text: str, tools: Any) -> Any:
+        raise ZeroDivisionError
+
+    async def event_of(conversation: Conversation) -> Any:
+        async with opened(encoder) as door, httpx.AsyncClient() as asking:
+            address = door.admit(conversation, AT_ONE)
+            body = {"messages": [user("1")], "tools": TOOLS, "stream": True}
+            named = {"Authorization": f"Bearer {address.key}"}
+            answer = await asking.post(f"{address.base_url}/chat/completions", json=body, headers=named)
+            assert answer.status_code == 200
+            return json.loads(answer.text.removeprefix("data: "))["error"]
+
+    async def run() -> None:
+        full = scripted(Script(encoder, "ab"), encoder, max_turns=0)
+        said = await event_of(full)
+        assert said["code"] == "context_length_exceeded" and said["message"] == full.refusal
+        assert full.refusal == "the session has had its 0 turns (rollout.agent.max_turns)"
+        assert (await event_of(scripted(Script(encoder, "ab"), encoder, calls=broken)))["message"] == "the door failed: ZeroDivisionError"
+
+    engine_loop.run(run())
+
+
 def test_nobody_else_gets_in(engine_loop: BackgroundLoop, encoder: ChatEncoder) -> None:
     """Without the key, with that of another session, by another name of the host, after the end."""
 
@@ -377,6 +426,7 @@ def test_half_a_request_is_one_sentence(engine_loop: BackgroundLoop, encoder: Ch
             for body, status, sentence in (
                 (b'{"messages": [', 400, "the body is no JSON"),
                 (b"[" * 100_000, 400, "the body is no JSON"),
+                (b'{"messages": [{"role": "user", "content": "\\udc80"}]}', 400, "the body is no JSON ('utf-8' codec can't encode"),
                 (b'"text"', 400, "the body is no JSON object"),
                 (b" " * (LARGEST_BODY_BYTES + 1), 413, "the body has more than"),
             ):
