@@ -48,7 +48,7 @@ def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(tmp_path: Pa
     async def run() -> None:
         pool = RewardPool(FunctionReward(path="user_rewards:brood", deadline_s=50.0, processes=2))
         await pool.check()
-        names = ("66.5", "67.5")
+        names = ("70.5", "71.5")
         scoring = [asyncio.create_task(score(pool, name, tmp_path)) for name in names]
         try:
             assert await asyncio.to_thread(wait_until, lambda: all((tmp_path / name).is_file() for name in names))
@@ -57,11 +57,11 @@ def test_what_a_killed_guardian_was_to_guard_is_ended_by_the_worker(tmp_path: Pa
             (guardian,) = (pid for pid, its in below.items() if forks[0] in its)
             os.kill(guardian, signal.SIGKILL)
             assert "died at one completion (signal SIGKILL)" in await scoring[0]
-            assert await asyncio.to_thread(wait_until, lambda: not is_running(forks[0]) and not sleepers("66.5"))
-            assert is_running(forks[1]) and sleepers("67.5")
+            assert await asyncio.to_thread(wait_until, lambda: not is_running(forks[0]) and not sleepers("70.5"))
+            assert is_running(forks[1]) and sleepers("71.5")
         finally:
             await pool.close()
             await asyncio.wait(scoring)
 
     asyncio.run(run())
-    assert wait_until(lambda: not sleepers("67.5"))
+    assert wait_until(lambda: not sleepers("71.5"))

@@ -71,7 +71,7 @@ def test_a_rollout_that_a_limit_ends_is_tested_as_it_is(model: ScriptedModel, tm
 
 
 BAD_TESTS = {
-    "sleep 66.5": "/tests/test.sh: it took more than 1 s in step",
+    "sleep 68.5": "/tests/test.sh: it took more than 1 s in step",
     "exit 4": "ended with exit code 4 and no /logs/verifier/reward.txt or reward.json () in step",
     "echo nan > /logs/verifier/reward.txt": "reward.txt can't be used: reward = nan is not finite",
     "echo '[1]' > /logs/verifier/reward.json": "reward.json can't be used: reward = [1] is no number",
@@ -94,33 +94,33 @@ def test_tests_that_fail_cost_one_rollout(model: ScriptedModel, tmp_path: Path, 
     lost, *kept = in_a_pool(shell(), play)
     assert BAD_TESTS[script] in str(lost.error) and lost.reward is None and lost.failure is FailureKind.REWARD
     assert [(one.reward, one.error) for one in kept] == [(1.0, None), (0.0, None)]
-    assert wait_until(lambda: not sleepers("66.5"))
+    assert wait_until(lambda: not sleepers("68.5"))
 
 
 def test_tests_that_a_model_has_made_hang_are_its_loss(model: ScriptedModel, tmp_path: Path) -> None:
     """Though verifier.timeout_sec, 600 s unless given, is longer than a step may take: they have half of that."""
     script = "#!/bin/bash\n[ -f answer.sh ] && . ./answer.sh\necho 1 > /logs/verifier/reward.txt\n"
     prompt = prompt_of(tmp_path, **{"tests/test.sh": script, "task.toml": ""})
-    hangs = ["```sh\necho sleep 66.5 > answer.sh\n```", "Done."]
+    hangs = ["```sh\necho sleep 68.5 > answer.sh\n```", "Done."]
     bad, good = played(model, prompt, hangs, ["```sh\ntrue\n```", "Done."], deadline_s=20)
     assert [(one.reward, one.error) for one in (bad, good)] == [(0.0, None), (1.0, None)]
 
 
 def test_commands_that_go_wrong_are_for_the_model_to_see(model: ScriptedModel, tmp_path: Path) -> None:
     """They end no rollout: only what the tests say counts."""
-    commands = ["sleep 66.5", "kill -9 -1", "exit 3"]
+    commands = ["sleep 68.5", "kill -9 -1", "exit 3"]
     (one,) = played(model, prompt_of(tmp_path), [WRITE, *(f"```sh\n{command}\n```" for command in commands), "Done."], max_turns=9)
     text = model.read(one)
     assert "[ended: it took more than 8 s]" in text and "[exit code 3]" in text
     assert (one.turns, one.reward, one.error) == (5, 1.0, None)
-    assert wait_until(lambda: not sleepers("66.5"))
+    assert wait_until(lambda: not sleepers("68.5"))
 
 
 def test_a_rollout_that_is_cancelled_while_its_sandbox_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither files nor what its Dockerfile runs, in a process that goes on."""
     (tmp_path / "scratch").mkdir(mode=0o711)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
-    prompt = prompt_of(tmp_path, **{"environment/Dockerfile": "FROM a\nRUN sleep 66.5\n"})
+    prompt = prompt_of(tmp_path, **{"environment/Dockerfile": "FROM a\nRUN sleep 68.5\n"})
 
     def made() -> list[Path]:
         return list((tmp_path / "scratch").glob("*/sandbox-*"))
@@ -128,9 +128,9 @@ def test_a_rollout_that_is_cancelled_while_its_sandbox_is_made_leaves_none(tmp_p
     async def play(pool: EnvironmentPool) -> tuple[bool, bool]:
         async with pool.opened(task_of(prompt, seed=0)) as environment:
             resetting = asyncio.create_task(environment.reset())
-            is_made = await asyncio.to_thread(wait_until, lambda: bool(made() and sleepers("66.5")))
+            is_made = await asyncio.to_thread(wait_until, lambda: bool(made() and sleepers("68.5")))
             resetting.cancel()
-        return is_made, await asyncio.to_thread(wait_until, lambda: not made() and not sleepers("66.5"))
+        return is_made, await asyncio.to_thread(wait_until, lambda: not made() and not sleepers("68.5"))
 
     assert in_a_pool(shell(deadline_s=600), play) == (True, True)
 
