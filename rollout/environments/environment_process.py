@@ -1,8 +1,7 @@
 """What runs in an environment process (limited_processes/child.py), started and ended by environments.py.
 
 One event loop has an instance of the user's class for each rollout. A request has a number, that of its rollout, and what to do: reset,
-step, cut or close. The answer comes whenever it is there, with the request's number, and what was returned or {"error": why}; close has
-none.
+step, cut or close. The answer comes whenever it is there, with the request's number, and what was returned or {"error": why}.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class _Server:
         # What is under way for each rollout.
         self._tasks: dict[int, asyncio.Task[Any]] = {}
 
-    async def answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         rollout = request["rollout"]
         if request["do"] == "close":
             await self._close(rollout)
-            return None
+            return {"parts": {}}
         task = asyncio.current_task()
         assert task is not None
         self._tasks[rollout] = task

@@ -64,6 +64,7 @@ class EnvironmentPool:
             await asyncio.gather(*(process.ready() for process in self._processes))
             async with self.opened(task_of(sample, seed=0)) as environment:
                 await environment.reset()
+                await environment.close()  # before the process is killed, as one that only looks does
         except (CallError, CallLost) as error:
             await self.close()
             if isinstance(error, SettingError):
@@ -82,6 +83,8 @@ class EnvironmentPool:
             finally:
                 process.users -= 1
                 if is_alone:
+                    with contextlib.suppress(CallError, CallLost):
+                        await environment.close()
                     process.close()
                 else:
                     process.tell({"do": "close", "rollout": environment.number})
@@ -119,6 +122,10 @@ class OpenEnvironment:
     async def cut(self) -> Mapping[str, float]:
         """Parts of what the rollout is worth that a limit has ended between two turns; none, if the environment doesn't say."""
         return dict((await self._call("cut", {}))["parts"])
+
+    async def close(self) -> None:
+        """End what is under way for it, and have it close itself."""
+        await self._call("close", {})
 
     async def _call(self, do: str, what: dict[str, Any]) -> dict[str, Any]:
         began = time.monotonic()

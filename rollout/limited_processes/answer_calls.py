@@ -10,8 +10,8 @@ from typing import Any
 
 from evenkeel.rollout.limited_processes.child import LENGTH, error_text, pack_answer
 
-Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
-"""Answers a request; None: it has no answer. What it raises is the user's."""
+Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Answers a request. What it raises is the user's."""
 
 
 def answer_calls(connection: socket.socket, answer: Answer, spec: dict[str, Any], *, name: str, section: str) -> None:
@@ -28,7 +28,6 @@ async def _serve(connection: socket.socket, answer: Answer, deadline_s: float, n
 
     async def reply(request: dict[str, Any]) -> None:
         number, of_what = request.pop("call"), f" in {request['do']}" if "do" in request else ""
-        found: dict[str, Any] | None
         timeout = asyncio.timeout(deadline_s)
         try:
             async with timeout:
@@ -42,8 +41,7 @@ async def _serve(connection: socket.socket, answer: Answer, deadline_s: float, n
             if timeout.expired():
                 late = f"{name} took more than {deadline_s:g} s{of_what.replace(' in ', ' for ')} ({section}.deadline_s)"
                 found = {"error": late, "is_late": True}
-        if found is not None:
-            writer.write(pack_answer({"call": number, **found}))
+        writer.write(pack_answer({"call": number, **found}))
 
     while True:
         try:

@@ -74,7 +74,7 @@ class ManyCalls:
         return found
 
     def tell(self, request: dict[str, Any]) -> None:
-        """Send what has no answer, if the process is up."""
+        """Send what nobody awaits the answer of, if the process is up."""
         if self._reading is not None and not self._reading.done():
             self._process.send({"call": -1, **request})
 

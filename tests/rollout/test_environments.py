@@ -21,7 +21,7 @@ from evenkeel.rollout.environments import environments
 from evenkeel.rollout.environments.environments import EnvironmentPool, task_of
 from evenkeel.rollout.environments.interface import Turn
 from evenkeel.rollout.limited_processes import many_calls
-from evenkeel.rollout.trajectory import FailureKind, FinishReason, Trajectory
+from evenkeel.rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 from tests.rollout.environment_scene import PROMPT, ScriptedModel, environment, in_a_pool, write_user_module
 from tests.rollout.reward_scene import sleepers, wait_until
 
@@ -124,6 +124,21 @@ def test_an_environment_is_closed_at_its_end(model: ScriptedModel, tmp_path: Pat
         return await asyncio.to_thread(wait_until, (tmp_path / "closed").is_dir)
 
     assert in_a_pool(environment("Closing"), play)
+
+
+def test_an_environment_in_a_process_of_its_own_is_closed_before_that_ends(tmp_path: Path) -> None:
+    """Where it is alone because another has taken its process along, and where a start tries one."""
+
+    def closed(name: str) -> Prompt:
+        return replace(PROMPT, metadata={"folder": str(tmp_path / name)})
+
+    async def play(pool: EnvironmentPool) -> None:
+        async with pool.opened(task_of(closed("alone"), seed=0), is_alone=True) as one:
+            await one.reset()
+        await pool.check(closed("tried"))
+
+    in_a_pool(environment("Closing"), play)
+    assert (tmp_path / "alone").is_dir() and (tmp_path / "tried").is_dir()
 
 
 def test_a_step_under_way_ends_before_its_environment_is_closed(model: ScriptedModel, tmp_path: Path) -> None:
