@@ -19,6 +19,7 @@ import shlex
 import shutil
 import stat
 import tempfile
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
@@ -44,10 +45,12 @@ _MEMORY_MIB, _STORAGE_MIB, _SHARED_MIB = 1024, 1024, 64
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SETTINGS_SEEN = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/os-release")
 _USERS = {"passwd": "root:x:0:0:root:/root:/bin/bash\n", "group": "root:x:0:\n", "hosts": "127.0.0.1 localhost\n"}
-# Seconds between two looks at what a command takes, and looks between two at its files.
-_LOOK_S, _LOOKS_AT_FILES = 0.05, 20
+# Seconds between two looks at what a command takes. Looks at its files may take a part of the time: one in so many.
+_LOOK_S, _REST = 0.05, 20
 # Exit code of `timeout --signal=KILL` when it has; seconds by which a container's program may be later.
 _KILLED, _LATER_S = 137, 10.0
+# What a container says when it is there.
+_BEGUN = "evenkeel: begun"
 _PIECE, _BLOCK_BYTES = 1 << 16, 4096
 # Bytes of a command that the kernel takes (MAX_ARG_STRLEN), less the one that ends it.
 _LONGEST_COMMAND = (1 << 17) - 1
@@ -211,8 +214,8 @@ class Sandbox(ABC):
             given = [str(self._scratch / name) for name in names]
             await (await asyncio.create_subprocess_exec("chown", "-R", f"{_NOBODY}:{_NOBODY}", "--", *given)).wait()
 
-    async def _look(self, process: asyncio.subprocess.Process, looks: int) -> str:
-        """Why a command has to be ended; empty: it may go on. Args: looks: so many were had at it, this one included."""
+    async def _look(self, process: asyncio.subprocess.Process) -> str:
+        """Why a command has to be ended; empty: it may go on."""
         return ""
 
     async def _copy(self, source: Path, target: Path) -> None:
@@ -248,15 +251,14 @@ class Sandbox(ABC):
         )
         assert process.stdout is not None
         reading = asyncio.create_task(_shortened(process.stdout, self._settings["longest_output"]))
-        ended, looks = "", 0
+        ended = ""
         try:
             async with asyncio.timeout(limit_s):
                 while not ended:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(process.wait(), _LOOK_S)
                         break
-                    looks += 1
-                    ended = await self._look(process, looks)
+                    ended = await self._look(process)
         except TimeoutError:
             ended = f"it took more than {limit_s:g} s"
         finally:
@@ -302,6 +304,10 @@ class _Local(Sandbox):
         self._reached = _PLACE if self._is_root else str(self._scratch)
         self._variables = dict(DEFAULTS)
         self._is_full = False
+        # What its files took at the last look, and when the next one may be.
+        self._taken_mib, self._next_look = 0.0, 0.0
+        # What a command may find there that is too much, to remove it.
+        self._before_mib = 0.0
 
     async def make(self) -> None:
         build, programs = self._folder.build, [Path(one) for one in self._settings["programs"]]
@@ -348,6 +354,7 @@ class _Local(Sandbox):
         for path in seen:
             self._clear(str(path), is_folder=Path(path).is_dir())
         # Where too much is on the disk a command can still remove some.
+        self._before_mib = self._taken_mib if self._is_full else 0.0
         largest = 0 if self._is_full else int(min(self._storage_mib * 2**20, LARGEST_FILE_BYTES))
         limits = f"--data={self._memory_mib << 20}", f"--fsize={largest}", "--core=0"
         # Without capabilities, too, root is who writes settings of the kernel and reads what only root may, and isn't counted.
@@ -373,6 +380,12 @@ class _Local(Sandbox):
             await asyncio.to_thread(_await_end, told)
         full = await self._fullness()
         self._is_full = bool(full)
+        if self._taken_mib > 2 * self._storage_mib:  # others have the same disk, and a rollout lasts
+            await _remove(self._files, self._scratch / "verifier")
+            self._files.mkdir()
+            await self._hand_over("files")
+            self._is_full = False
+            return replace(ran, code=None, ended=f"{full}; that was more than twice as much, and all files were removed")
         return replace(ran, code=None, ended=full) if full and not ran.ended else ran
 
     def _clear(self, path: str, *, is_folder: bool) -> None:
@@ -406,18 +419,23 @@ class _Local(Sandbox):
 
     async def _fullness(self) -> str:
         """Why nothing more may be written; empty: it may."""
-        size = await asyncio.to_thread(_size_mib, self._scratch)
+        began = time.monotonic()
+        size = self._taken_mib = await asyncio.to_thread(_size_mib, self._scratch)
+        self._next_look = time.monotonic() + _REST * (time.monotonic() - began)
         if size == math.inf and self._storage_mib != math.inf:
             return "it made a folder that can't be read, so that nobody knows how much its files take"
         return f"its files took more than {self._storage_mib} MiB" if size > self._storage_mib else ""
 
-    async def _look(self, process: asyncio.subprocess.Process, looks: int) -> str:
+    async def _look(self, process: asyncio.subprocess.Process) -> str:
         tree = descendant_pids(process.pid)
         if len(tree) > MOST_PROCESSES:
             return f"it had more than {MOST_PROCESSES} processes"
         if beyond_memory(tree, self._memory_mib << 20):
             return f"it took more than {self._memory_mib} MiB of memory"
-        return await self._fullness() if looks % _LOOKS_AT_FILES == 0 else ""
+        if time.monotonic() < self._next_look:
+            return ""
+        full = await self._fullness()
+        return full if self._taken_mib > self._before_mib else ""
 
 
 def _is_root() -> bool:
@@ -474,19 +492,32 @@ def _size_mib(folder: Path) -> float:
 
 
 class _Container(Sandbox):
-    """docker's or podman's, without network. Each command is an `exec` in it: what one leaves running goes on, as Harbor has it."""
+    """docker's or podman's, without network. Each command is an `exec` in it: what one leaves running goes on until the tests."""
 
     def __init__(self, folder: TaskFolder, settings: Mapping[str, Any]) -> None:
         super().__init__(folder, settings)
         self.name = f"evenkeel-{uuid.uuid4().hex}"
         self._program: str = settings["container"]
+        self._holder: asyncio.subprocess.Process | None = None
 
     async def make(self) -> None:
         if shutil.which(self._program) is None:
             raise SandboxError(f"rollout.task.container = {self._program}: no such program in PATH; install it")
         self._variables = self._resolved(self._folder.variables, "environment.env")
         image = self._folder.image or await self._done(self.building, self._folder.build_s)
-        await self._done(self.starting(image.strip().rpartition("\n")[2]), self._folder.build_s)
+        command = self.starting(image.strip().rpartition("\n")[2])
+        pipe = asyncio.subprocess.PIPE
+        self._holder = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+        assert self._holder.stdout is not None
+        said = ""
+        try:
+            async with asyncio.timeout(self._folder.build_s):
+                while line := await self._holder.stdout.readline():
+                    if (said := line.decode(errors="replace").strip()) == _BEGUN:
+                        return
+        except TimeoutError:
+            said = f"it took more than {self._folder.build_s:g} s"
+        raise SandboxError(f"{self._folder.path}: {shlex.join(command[:2])} failed ({said})")
 
     @property
     def building(self) -> list[str]:
@@ -494,11 +525,11 @@ class _Container(Sandbox):
         return [self._program, "build", "--quiet", f"{self._folder.path}/environment"]
 
     def starting(self, image: str) -> list[str]:
-        """The command line that starts it. It ends by itself after a day, if nothing is left that would end it."""
+        """The command line that starts it. It ends with its input, so when this process does, however that is."""
         return [
-            *(self._program, "run", "--detach", "--rm", "--name", self.name, "--network", "none"),
+            *(self._program, "run", "--interactive", "--rm", "--name", self.name, "--network", "none"),
             *("--memory", f"{self._memory_mib}m", "--pids-limit", str(MOST_PROCESSES), "--security-opt", "no-new-privileges"),
-            *("--entrypoint", "sleep", image, "86400"),
+            *("--entrypoint", "sh", image, "-c", f"echo {_BEGUN}; exec cat"),
         ]
 
     def running(self, command: str, variables: Mapping[str, str], limit_s: float) -> list[str]:
@@ -509,12 +540,16 @@ class _Container(Sandbox):
 
     async def _run(self, command: str, variables: Mapping[str, str], limit_s: float) -> Ran:
         given = {name: text for name, text in variables.items() if not _is_for_clients(name)}
+        began = time.monotonic()
         ran = await self._ran(self.running(command, variables, limit_s), limit_s + _LATER_S, os.environ | given)
-        return replace(ran, code=None, ended=f"it took more than {limit_s:g} s") if ran.code == _KILLED else ran
+        is_late = ran.code == _KILLED and time.monotonic() - began >= limit_s  # and not killed by itself, or for its memory
+        return replace(ran, code=None, ended=f"it took more than {limit_s:g} s") if is_late else ran
 
     async def _test(self, variables: Mapping[str, str], limit_s: float) -> Ran:
+        # What commands have left running or put there. Of the container's root, who is the only one that surely may.
+        cleared = "kill -9 -1; rm -rf /tests /logs/verifier && mkdir -p /logs/verifier && chmod 777 /logs/verifier"
+        await self._done([self._program, "exec", "--user", "0", self.name, "bash", "-c", cleared], limit_s)
         await self._done([self._program, "cp", f"{self._scratch}/tests/.", f"{self.name}:/tests"], limit_s)
-        await self._done(self.running("rm -rf /logs/verifier && mkdir -p /logs/verifier", {}, limit_s), limit_s)
         ran = await self._run("/tests/test.sh", variables, limit_s)
         await self._done([self._program, "cp", f"{self.name}:/logs/verifier/.", f"{self._scratch}/verifier"], limit_s)
         return ran
@@ -522,6 +557,12 @@ class _Container(Sandbox):
     async def close(self) -> None:
         with contextlib.suppress(OSError):
             await self._ran([self._program, "rm", "--force", self.name], _LATER_S)
+        if self._holder is not None and self._holder.stdin is not None:
+            self._holder.stdin.close()
+            try:
+                await asyncio.wait_for(self._holder.wait(), _LATER_S)
+            except TimeoutError:
+                self._holder.kill()
         await super().close()
 
     async def _done(self, command: Sequence[str], limit_s: float) -> str:

@@ -178,13 +178,22 @@ def test_a_command_begins_in_the_work_folder_whatever_became_of_it(folder: Path,
 def test_files_beyond_their_limit_are_for_the_model_to_read(folder: Path) -> None:
     """It may remove some, and write no more before; the tests have room of their own, and their verdict counts."""
     fill = "for i in 1 2 3; do head -c 40M /dev/zero > $i; done"
-    first, more, gone, after = ran(folder, fill, "echo 1 > more", "rm 1 2 3", "echo 1 > more; cat more")
+    first, more, gone, after = ran(folder, fill, "echo 1 > more", "sleep 1; rm -f 1 2 3", "echo 1 > more; cat more")
     full = "its files took more than 64 MiB"
     assert [first.ended, more.ended, gone.ended, after.text] == [full, full, "", "1\n[exit code 0]"]
     assert more.code is None and reward(folder, fill) == 0.0
     assert reward(folder, "cut -d' ' -f1 notes.txt > answer.txt", fill) == 1.0
     assert "File size limit exceeded" in said(folder, "head -c 80M /dev/zero > big; rm big")
     assert "67108864" in said(folder, "head -c 80M /dev/zero > /dev/shm/a; wc -c /dev/shm/a")
+
+
+def test_files_far_beyond_their_limit_are_removed(folder: Path) -> None:
+    """Others have the same disk, and a rollout may last for hours. The sandbox goes on, empty, and its tests are run."""
+    fill = "python3 -c 'import os; [os.posix_fallocate(os.open(str(i), os.O_CREAT | os.O_RDWR), 0, 60 << 20) for i in range(20)]'"
+    full, after = ran(folder, fill, "ls -A; pwd; echo 1 > a; cat a")
+    assert full.ended == "its files took more than 64 MiB; that was more than twice as much, and all files were removed"
+    assert after.text == "/app\n1\n[exit code 0]"
+    assert reward(folder, "cut -d' ' -f1 notes.txt > answer.txt", fill) == 0.0
 
 
 def test_entries_and_folders_that_can_t_be_read_count(folder: Path) -> None:
@@ -195,7 +204,8 @@ def test_entries_and_folders_that_can_t_be_read_count(folder: Path) -> None:
     )
     assert empty.ended == "its files took more than 64 MiB"
     why = "it made a folder that can't be read, so that nobody knows how much its files take"
-    assert hidden.ended == (empty.ended if os.geteuid() == 0 else why)
+    removed = "; that was more than twice as much, and all files were removed"  # as it may be
+    assert hidden.ended == (empty.ended if os.geteuid() == 0 else why + removed)
 
 
 @pytest.fixture
@@ -387,8 +397,10 @@ printf '%q ' "$@" >> {folder}/commands; echo >> {folder}/commands
 case "$1 $*" in
     build*) echo "sha256:1f" ;;
     "cp cp evenkeel-"*) echo 0.5 > "$3/reward.txt" ;;
-    exec*spins*) exit 137 ;;
+    exec*spins*) sleep 1; exit 137 ;;
+    exec*dies*) exit 137 ;;
     exec*) echo said $GREETING ;;
+    run*) echo evenkeel: begun; cat; echo ended >> {folder}/commands ;;
 esac
 """
 
@@ -404,24 +416,26 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_container_s_command_lines(folder: Path, docker: Path) -> None:
-    """One that is built, without network, with its limits; commands with theirs; tests go in after the last one; it is removed."""
+    """One that is built, without network, with its limits; commands with theirs; tests go in when all that ran is killed and what lay at
+    their place is gone; it is removed, and would end with this process."""
 
-    async def work(sandbox: Sandbox) -> tuple[Ran, Ran, Any]:
-        return await sandbox.run("ls"), await sandbox.run("spins"), await sandbox.reward()
+    async def work(sandbox: Sandbox) -> tuple[Ran, Ran, Ran, Any]:
+        return await sandbox.run("ls"), await sandbox.run("spins"), await sandbox.run("dies"), await sandbox.reward()
 
-    first, late, worth = in_sandbox(folder, work, container="docker", command_s=7)
-    assert (first.text, late.text, worth) == ("said hello\n[exit code 0]", "[ended: it took more than 7 s]", 0.5)
-    build, run, ls, spins, tests_in, made, test, reward_out, removed = docker.read_text().splitlines()
+    first, late, killed, worth = in_sandbox(folder, work, container="docker", command_s=1)
+    assert (first.text, late.text, worth) == ("said hello\n[exit code 0]", "[ended: it took more than 1 s]", 0.5)
+    assert killed.text == "[exit code 137]"
+    build, run, ls, spins, _, cleared, tests_in, test, reward_out, removed, last = docker.read_text().splitlines()
     name = run.split()[run.split().index("--name") + 1]
     assert build == f"build --quiet {folder}/environment "
     limits = "--network none --memory 256m --pids-limit 128 --security-opt no-new-privileges"
-    assert run == f"run --detach --rm --name {name} {limits} --entrypoint sleep sha256:1f 86400 "
-    assert ls == f"exec --env GREETING {name} timeout --signal=KILL 7 bash -c ls "
+    assert run == f"run --interactive --rm --name {name} {limits} --entrypoint sh sha256:1f -c echo\\ evenkeel:\\ begun\\;\\ exec\\ cat "
+    assert ls == f"exec --env GREETING {name} timeout --signal=KILL 1 bash -c ls "
     assert spins.endswith("bash -c spins ")
     assert tests_in.startswith("cp ") and tests_in.endswith(f"/tests/. {name}:/tests ")
-    assert made == f"exec {name} timeout --signal=KILL 20 bash -c rm\\ -rf\\ /logs/verifier\\ \\&\\&\\ mkdir\\ -p\\ /logs/verifier "
+    assert cleared.startswith(f"exec --user 0 {name} bash -c kill\\ -9\\ -1\\;\\ rm\\ -rf\\ /tests\\ /logs/verifier\\ ")
     assert test == f"exec --env GREETING {name} timeout --signal=KILL 20 bash -c /tests/test.sh "
-    assert reward_out.startswith(f"cp {name}:/logs/verifier/. ") and removed == f"rm --force {name} "
+    assert reward_out.startswith(f"cp {name}:/logs/verifier/. ") and removed == f"rm --force {name} " and last == "ended"
 
 
 def test_an_image_that_is_named_is_not_built(tmp_path: Path, docker: Path) -> None:
@@ -429,8 +443,8 @@ def test_an_image_that_is_named_is_not_built(tmp_path: Path, docker: Path) -> No
     toml = '[environment]\ndocker_image = "org/one:2"\nworkdir = "/work"\n'
     path = write_folder(tmp_path / "set" / "one", **{"task.toml": toml, "environment/Dockerfile": None})
     ran(path, "ls", container="docker")
-    run, ls, _ = docker.read_text().splitlines()
-    assert " --memory 1024m " in run and run.endswith(" org/one:2 86400 ") and "exec --workdir /work evenkeel-" in ls
+    run, ls, *_ = docker.read_text().splitlines()
+    assert " --memory 1024m " in run and " --entrypoint sh org/one:2 -c " in run and "exec --workdir /work evenkeel-" in ls
 
 
 def test_a_container_that_doesn_t_start_is_named(folder: Path, docker: Path) -> None:
