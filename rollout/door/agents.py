@@ -24,6 +24,7 @@ from evenkeel.rollout.door.conversation import Conversation, no_calls
 from evenkeel.rollout.door.door import Address, Door
 from evenkeel.rollout.door.tool_calls import calls_of, check_parser
 from evenkeel.rollout.engine.engine import in_answer_thread
+from evenkeel.rollout.limited_processes.child import shortened
 from evenkeel.rollout.limited_processes.parent import CallError, LimitedProcess, error_in
 from evenkeel.rollout.limited_processes.small_file import read_small_file
 from evenkeel.rollout.rewards.reward_process import SINGLE, components
@@ -32,6 +33,8 @@ from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.trajectory import FailureKind, Prompt, Trajectory
 
 _MODULE = "evenkeel.rollout.door.agent_process"
+# Characters of what a program says that become part of its rollout's error.
+_LONGEST_SAID = 500
 Score = Callable[[Trajectory, Prompt], Awaitable[Trajectory]]
 """Gives a rollout its reward, or an error."""
 
@@ -130,7 +133,8 @@ class Agents:
         try:
             parts = program.reward()
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            return replace(one, reward=None, error=f"the agent's reward can't be used: {error}", failure=FailureKind.REWARD)
+            why = f"the agent's reward can't be used: {program.quoted(str(error))}"
+            return replace(one, reward=None, error=why, failure=FailureKind.REWARD)
         return replace(one, reward=sum(parts.values()), reward_components={} if set(parts) == {SINGLE} else parts)
 
 
@@ -161,9 +165,13 @@ class _Program:
         reply = await self._process.reply(_as_end, "a rollout", limit_s=deadline_s, setting="deadline_s")
         if "error" in reply:
             return str(reply["error"])
-        code, said = reply["code"], reply["said"].replace(self._key, "KEY").strip().rpartition("\n")[2]
+        code, said = reply["code"], self.quoted(reply["said"].strip().rpartition("\n")[2])
         how = f"signal {signal_name(-code)}" if code < 0 else f"exit code {code}"
         return f"the agent's program ended with {how}" + (f": {said}" if said else "") if code else ""
+
+    def quoted(self, said: str) -> str:
+        """What it said, for an error's text: without its key, and not at any length."""
+        return shortened(said.replace(self._key, "KEY"), _LONGEST_SAID)
 
     def reward(self) -> dict[str, float]:
         """Its parts. Raises: OSError, ValueError, TypeError, RecursionError."""

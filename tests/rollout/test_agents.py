@@ -148,6 +148,7 @@ FAILURES = {
     "ask('1')": "the agent's reward can't be used: it has written none",
     "ask('1'); reward(float('nan'))": "the agent's reward can't be used: reward = nan is not finite",
     "ask('1'); reward(10**400)": "the agent's reward can't be used: reward is too large: a reward is at most 1e+18",
+    "ask('1'); reward(os.environ['OPENAI_API_KEY'] + 'x' * 60_000)": "the agent's reward can't be used: reward = 'KEYxxx",
     "ask('1'); reward('x' * 100_000)": "the agent's reward can't be used: it has more than 65536 bytes",
     "ask('1'); os.mkfifo(os.environ['EVENKEEL_REWARD'])": "the agent's reward can't be used: it is no regular file",
     "x = bytearray(3 << 30)": "MemoryError",
@@ -172,6 +173,7 @@ def test_a_program_that_fails_costs_its_own_rollout(engine_loop: BackgroundLoop,
     found = engine_loop.run(run())
     for (program, sentence), one in zip(FAILURES.items(), found, strict=False):
         assert one.error is not None and sentence in one.error and "\n" not in one.error, (program, one.error)
+        assert len(one.error) < 1000
         assert (one.reward, one.failure) == (None, FailureKind.REWARD)
     for one, finish in zip(found[len(FAILURES) :], fine.values(), strict=True):
         assert (one.error, one.reward, one.finish_reason) == (None, 1.0, finish)
