@@ -33,7 +33,7 @@ from evenkeel.rollout.continuation import is_begun, of_first_turns, unsampled
 from evenkeel.rollout.engine.engine import in_answer_thread
 from evenkeel.rollout.limited_processes.child import shortened
 from evenkeel.rollout.session import OpenSession, Session
-from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.tasks.chat import ChatEncoder, common
 from evenkeel.rollout.trajectory import FinishReason, Segment, Trajectory, ids_of
 
 Message = dict[str, Any]
@@ -126,7 +126,7 @@ class _Line:
 
     def common(self, messages: Sequence[Message]) -> int:
         """How many messages begin as they were heard."""
-        return _common(self.heard, messages)
+        return common(self.heard, messages)
 
     def branch(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], number: int) -> _Line:
         """A line that goes on from all turns of this one that the messages begin with."""
@@ -345,7 +345,7 @@ class Conversation:
         was, became = known.get(field), given.get(field)
         where = f"message {number}: its {field} was {_short(was)}, and comes back as {_short(became)}"
         if field == "content" and number in line.said and isinstance(became, str):
-            place = _common(was or "", became)
+            place = common(was or "", became)
             token = self._encoder.token_at(line.said[number], place) if not known.get("tool_calls") else None
             if token is not None:
                 where += f"; token {token} of that turn, {self._encoder.name_of(line.said[number][token])!r}, is the first that differs"
@@ -356,13 +356,13 @@ class Conversation:
     def _line_of_tokens(self, ids: Sequence[int]) -> tuple[_Line, int]:
         """The line that goes on with these tokens, and how many of them it has. Raises: RefusedRequest."""
         known = [(line, [token for one in line.first_turns(line.turns) for token in one.ids]) for line in self._lines if line.turns]
-        free = [(line, len(tokens)) for line, tokens in known if not line.is_busy and _common(tokens, ids) == len(tokens) < len(ids)]
+        free = [(line, len(tokens)) for line, tokens in known if not line.is_busy and common(tokens, ids) == len(tokens) < len(ids)]
         if free:
             return max(free, key=lambda one: one[1])
         why = "a turn of this session is being sampled; the next request comes after its answer"
         if known:
-            line, tokens = max(known, key=lambda one: _common(one[1], ids))
-            place = _common(tokens, ids)
+            line, tokens = max(known, key=lambda one: common(one[1], ids))
+            place = common(tokens, ids)
             if place == len(tokens) == len(ids):
                 raise RefusedRequest("nothing is new in this request: the model needs something to read before each turn")
             if place < len(tokens):
@@ -462,11 +462,6 @@ class Conversation:
     def _fail(self, error: EvenkeelError) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
-
-
-def _common(known: Sequence[Any], given: Sequence[Any]) -> int:
-    """Length of what both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(known, given, strict=False)) if a != b), min(len(known), len(given)))
 
 
 # --- messages in one form ----------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ class Address:
     """As OpenAI's clients take it."""
     key: str
     """For the header Authorization: Bearer KEY."""
+    session: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,11 @@ class Door:
         """Open a session. Args: how: it is sampled."""
         session, key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self._open[session] = _Open(conversation, key, how)
-        return Address(f"http://{_HOST}:{self._port}/sessions/{session}/v1", key)
+        return Address(f"http://{_HOST}:{self._port}/sessions/{session}/v1", key, session)
 
     def end(self, address: Address) -> None:
         """End a session, and the turn under way."""
-        self._end(address.base_url.split("/")[-2])
+        self._end(address.session)
 
     def _end(self, session: str) -> None:
         if (found := self._open.pop(session, None)) is not None:
@@ -150,24 +151,31 @@ class Door:
                 raise RefusedRequest(_LOST, status=410)
         raise RefusedRequest("no session has this id and key; the key goes into the header Authorization: Bearer KEY", status=401)
 
+    async def _asked(self, request: web.Request) -> tuple[_Open, Any]:
+        """The session of a request, and its body. Raises: RefusedRequest."""
+        session = self._session(request)
+        with _refusals_of(session.conversation):
+            body = await _body(request)
+        return self._session(request), body  # it may have ended meanwhile, and would begin a turn that nobody ends
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "evenkeel"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+        session, body = await self._asked(request)
         with _refusals_of(session.conversation):
-            asked = chat_request(await _body(request), self.model, session.how)
+            asked = chat_request(body, self.model, session.how)
             turn = session.conversation.chat(asked.messages, asked.tools, has_calls=asked.has_calls, max_tokens=asked.max_tokens)
             if not asked.is_streamed:
                 return web.json_response(self._completion(await _ended(turn), has_logprobs=asked.has_logprobs))
         return await self._streamed(request, session.conversation, turn, has_logprobs=asked.has_logprobs, has_usage=asked.has_usage)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+        session, body = await self._asked(request)
         with _refusals_of(session.conversation):
-            asked = token_request(await _body(request), self.model, session.how, self._encoder.ends.ids)
+            asked = token_request(body, self.model, session.how, self._encoder.ends.ids)
             turn = await _ended(session.conversation.generate(asked.ids, max_tokens=asked.max_tokens))
         content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in zip(turn.ids, turn.logprobs, strict=True)]
         choice = {"index": 0, "token_ids": list(turn.ids), "finish_reason": _finish(turn), "logprobs": {"content": content}}

@@ -239,6 +239,11 @@ def load_tokenizer(folder: Path | str) -> Any:
         raise not_read(place or f"model = {folder}", error, said, remedy="copy the files afresh") from error
 
 
+def common(known: Sequence[Any], given: Sequence[Any]) -> int:
+    """Length of what both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(known, given, strict=False)) if a != b), min(len(known), len(given)))
+
+
 # More characters than a token has in most texts.
 _CHARACTERS_PER_TOKEN = 16
 
@@ -415,7 +420,7 @@ class ChatEncoder:
         return ids[1:]
 
     def _rewritten(self, known: str, whole: str, said_ids: Sequence[int], said: str) -> str:
-        place = next((i for i, (a, b) in enumerate(zip(known, whole, strict=False)) if a != b), min(len(known), len(whole)))
+        place = common(known, whole)
         into = place - (len(known) - len(said))
         what = "what the model was given or said before"
         if into >= 0:

@@ -417,6 +417,31 @@ def test_what_would_change_the_distribution_is_refused(
     engine_loop.run(run())
 
 
+def test_a_session_that_ends_while_a_request_comes_begins_no_turn(engine_loop: BackgroundLoop, encoder: ChatEncoder) -> None:
+    """Its engine would sample for a rollout that is over."""
+    script = Script(encoder, "ab")
+
+    async def run() -> bytes:
+        async with opened(encoder) as door:
+            address = door.admit(scripted(script, encoder), AT_ONE)
+            place, _, path = address.base_url.removeprefix("http://").partition("/")
+            body = json.dumps({"messages": [user("1")]}).encode()
+            reader, writer = await asyncio.open_connection(*place.split(":"))
+            head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: {place}\r\nAuthorization: Bearer {address.key}\r\n"
+            writer.write(f"{head}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n", "its head was read"
+            await reader.readline()
+            writer.write(body[:5])
+            await asyncio.sleep(0.1)
+            door.end(address)
+            writer.write(body[5:])
+            status = await reader.readline()
+            writer.close()
+            return status
+
+    assert engine_loop.run(run()).split()[1] == b"410" and script.read == []
+
+
 def test_half_a_request_is_one_sentence(engine_loop: BackgroundLoop, encoder: ChatEncoder) -> None:
     """JSON that ends, brackets without end, a body that is too long, a body that never comes; the next request is answered."""
 
