@@ -16,10 +16,10 @@ import importlib
 import json
 import os
 import pickle
-import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,6 +31,8 @@ from evenkeel.rollout.parent_death import adopt_orphans, signal_at_parents_death
 
 LENGTH = struct.Struct("!Q")
 """Size of a message in bytes, which comes before it."""
+REMOVE = ("/bin/sh", "-c", 'chmod -R u+rwX -- "$@" 2>/dev/null; rm -rf -- "$@"', "sh")
+"""Command line that removes the folders named after it, if they are there, those too that were made unreadable."""
 # Characters that are kept of an exception's text.
 _LONGEST_ERROR = 500
 
@@ -68,7 +70,7 @@ def _main(serve: Serve, fd: int, leash: int, parent_pid: int) -> int:
         try:
             return guard(child, leash, parent_pid, memory_bytes, spec["most_processes"])
         finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            subprocess.run([*REMOVE, scratch], check=False)
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
     os.close(leash)
     _die_with_parent(guardian)

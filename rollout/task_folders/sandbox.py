@@ -29,6 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from evenkeel.correction.errors import DataError
+from evenkeel.rollout.limited_processes.child import REMOVE
 from evenkeel.rollout.limited_processes.guardian import LARGEST_FILE_BYTES, MOST_PROCESSES, beyond_memory, descendant_pids
 from evenkeel.rollout.limited_processes.small_file import read_small_file
 from evenkeel.rollout.rewards.reward_process import components
@@ -269,9 +270,7 @@ class Sandbox(ABC):
 
 
 async def _remove(*folders: Path) -> None:
-    """Remove folders, if they are there, those too that a command has made unreadable."""
-    script = 'chmod -R u+rwX -- "$@" 2>/dev/null; rm -rf -- "$@"'
-    await (await asyncio.create_subprocess_exec("/bin/sh", "-c", script, "sh", *map(str, folders), env={"PATH": os.defpath})).wait()
+    await (await asyncio.create_subprocess_exec(*REMOVE, *map(str, folders), env={"PATH": os.defpath})).wait()
 
 
 async def _shortened(output: asyncio.StreamReader, most: int) -> str:

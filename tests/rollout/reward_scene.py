@@ -89,6 +89,7 @@ USER_REWARDS = """
             command = [sys.executable, "-c", "import time; kept = b'x' * (300 << 20); time.sleep(65.5)"]
             children = [subprocess.Popen(command) for _ in range(4)]
             time.sleep(60)
+        if completion == "locks": os.makedirs(os.environ["TMPDIR"] + "/a/b"), os.chmod(os.environ["TMPDIR"] + "/a", 0)
         if completion == "in a file":
             os.posix_fallocate(os.memfd_create("a"), 0, 400 << 20)
             time.sleep(60)

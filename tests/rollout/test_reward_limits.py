@@ -65,6 +65,14 @@ def test_no_file_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert t.error is not None and ("File too large" in t.error or "SIGXFSZ" in t.error)
 
 
+def test_temporary_files_end_with_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those too that only root could still enter, as caches of modules without a right to write are."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    (one,) = scored(user_reward("moody"), "locks")
+    assert one.error is None and wait_until(lambda: not any((tmp_path / "scratch").iterdir()))
+
+
 PARENT = """
     import asyncio, sys
     from pydantic import TypeAdapter
