@@ -379,7 +379,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _turns_have_rewards(self) -> RunConfig:
-        if self.correction.advantage.level == "turn" and all(entry.environment is None for entry in self.rollout.entries):
+        if self.correction.advantage.is_by_turn and all(entry.environment is None for entry in self.rollout.entries):
             raise ValueError(
                 "correction.advantage.level = turn without an environment: nothing returns rewards by turn. Set it to rollout, or "
                 "rollout.environment"

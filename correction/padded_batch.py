@@ -203,7 +203,7 @@ def _padded_advantages(
     if rewards is not None:
         if not isinstance(by, AdvantageConfig):
             raise DataError("from_padded: rewards need advantages_by, the settings to make advantages of them with: config.advantage.")
-        if by.level == "turn":
+        if by.is_by_turn:
             raise DataError("from_padded: advantage.level = turn needs rewards of turns: make advantages with turn_advantages, [B, T].")
         advantages = group_advantages(rewards, group_ids, **by.of_group)
     assert advantages is not None  # one of both is given

@@ -177,6 +177,7 @@ class _Answer:
     if TYPE_CHECKING:
         version_spans: tuple[VersionSpan, ...]
         reward: float | None
+        turn_rewards: tuple[float, ...]
         error: str | None
         failure: FailureKind | None
 
@@ -211,6 +212,7 @@ class AnswerFacts(_Answer):
     kept_ids: int = 0
     tool_s: float = 0.0
     sequence_count: int = 1
+    turn_rewards: tuple[float, ...] = ()
 
 
 # Values of the fields of AnswerFacts, in their order, of an answer of either kind.
@@ -393,10 +395,11 @@ class _Answers(Generic[A]):
         """Whether it can be its own baseline."""
         return len(self.valid) >= LEAST_VALID
 
-    @property
-    def is_uniform(self) -> bool:
-        """All valid rewards alike: no gradient."""
-        return have_one_reward(self.valid)
+    def is_uniform(self, *, by_turn: bool) -> bool:
+        """All valid rewards alike, those of all turns with advantages by turn: no gradient."""
+        if not by_turn:
+            return have_one_reward(self.valid)
+        return len({reward for one in self.valid for reward in one.turn_rewards or (one.reward,)}) <= 1
 
 
 def have_one_reward(answers: Sequence[_Answer]) -> bool:

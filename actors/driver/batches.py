@@ -62,6 +62,7 @@ class BatchSource:
             groups_per_step=config.groups_per_step,
             max_staleness=config.max_staleness,
             dynamic_sampling=config.dynamic_sampling,
+            by_turn=config.correction.advantage.is_by_turn,
             snapshot=point.state.book if point.state else None,
             changed=self.changes.tell,
         )

@@ -110,7 +110,7 @@ class _Counts:
     correct_at: float
 
     @classmethod
-    def of(cls, group: GroupFacts, correct_at: float) -> _Counts:
+    def of(cls, group: GroupFacts, correct_at: float, *, by_turn: bool) -> _Counts:
         rewards = [one.reward for one in group.valid if one.reward is not None]
         return cls(
             len(group.trajectories),
@@ -118,7 +118,7 @@ class _Counts:
             sum(one.finish_reason is FinishReason.LENGTH for one in group.trajectories),
             min(rewards, default=float("inf")),
             max(rewards, default=float("-inf")),
-            not group.is_uniform if group.is_trainable else None,
+            not group.is_uniform(by_turn=by_turn) if group.is_trainable else None,
             correct_at,
         )
 
@@ -272,6 +272,7 @@ class NoLearning:
     def __init__(self, config: RunConfig) -> None:
         sampling, self._per_step, self._correct_at = config.rollout.sampling, config.groups_per_step, config.correct_at
         self._last: deque[_Counts] = deque(maxlen=max(_STEPS * self._per_step, _PARTIAL_ANSWERS // sampling.samples_per_group + 1))
+        self._by_turn = config.correction.advantage.is_by_turn
         self._settings: dict[str, Any] = {
             "extracts": any(entry.reward.extraction.kind != "whole" for entry in config.rollout.entries),
             "limit": config.rollout.limit_of_answers,
@@ -288,7 +289,7 @@ class NoLearning:
 
     def finished(self, group: GroupFacts) -> bool:
         """Count a group. Returns: whether `said` wants samples now."""
-        counts = _Counts.of(group, self._correct_at[task_of(group.prompt_id)])
+        counts = _Counts.of(group, self._correct_at[task_of(group.prompt_id)], by_turn=self._by_turn)
         self._last.append(counts)
         self._groups += 1
         self._usable += counts.has_gradient is True

@@ -87,11 +87,11 @@ class Entry:
     attempts: Attempts = field(default_factory=Attempts)
 
 
-def discard_reason(group: GroupFacts, *, dynamic_sampling: bool) -> DiscardReason | None:
-    """Why a group is not worth training; None: it is."""
+def discard_reason(group: GroupFacts, *, dynamic_sampling: bool, by_turn: bool = False) -> DiscardReason | None:
+    """Why a group is not worth training; None: it is. Args: by_turn: its advantages are."""
     if not group.is_trainable:
         return DiscardReason.INVALID
-    return DiscardReason.UNIFORM if dynamic_sampling and group.is_uniform else None
+    return DiscardReason.UNIFORM if dynamic_sampling and group.is_uniform(by_turn=by_turn) else None
 
 
 class GroupBook:
@@ -103,17 +103,20 @@ class GroupBook:
         groups_per_step: int,
         max_staleness: int,
         dynamic_sampling: bool = False,
+        by_turn: bool = False,
         snapshot: BookSnapshot | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
+            by_turn: advantages are, so that a group whose answers got the same reward may have a gradient.
             snapshot: of a checkpoint; None: a new run. What was being sampled then waits.
             changed: called after each change that somebody may wait for: a place is free, a group is finished, or its tokens are lost.
         """
         self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.filters = dynamic_sampling
         """Whether groups without a gradient are given up."""
+        self._by_turn = by_turn
         self._changed, self.delays = changed, GroupDelays()
         self.version = self.published = snapshot.version if snapshot else 0  # engines get the checkpoint's weights
         """Versions of the learner's weights, and of the published weights: not every version is published (weight_sync.every_steps)."""
@@ -198,7 +201,8 @@ class GroupBook:
             return None
         if group.prompt_id != (asked := entry.ticket.prompt.prompt_id):
             raise LedgerError(f"group {group.group_id} came back with prompt {group.prompt_id}, but was admitted with {asked}")
-        entry.group = group = replace(group, reason=discard_reason(group.facts, dynamic_sampling=self.filters))
+        reason = discard_reason(group.facts, dynamic_sampling=self.filters, by_turn=self._by_turn)
+        entry.group = group = replace(group, reason=reason)
         if now is not None:
             entry.finished_at = now
             self.delays.answered(group.facts, now, called_at=entry.called_at)

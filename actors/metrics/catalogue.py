@@ -616,7 +616,8 @@ _GROUPS = [
         _U.SHARE,
         _R.MEAN,
         "groups without gradient",
-        "Share of the groups finished since the last step whose rewards are all alike; those that dynamic sampling replaces count as well.",
+        "Share of the groups finished since the last step whose rewards are all alike (with advantage.level: turn, those of turns); those "
+        "that dynamic sampling replaces count as well.",
     ),
     _counter(
         "files/failures_total",

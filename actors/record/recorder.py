@@ -381,7 +381,8 @@ class Recorder:
         if self._config.metrics.trajectories_per_step:
             self.disk.file(self._folder.write_trajectories, number, trajectories_text(batch.groups, batch.examples, step=number))
         loads = await unless_set(self._no_waiting, step.loads) or {}
-        metrics.update(rollout_metrics(step.groups, loads, self._loads, metrics["time/step_s"]))
+        by_turn = self._config.correction.advantage.is_by_turn
+        metrics.update(rollout_metrics(step.groups, loads, self._loads, metrics["time/step_s"], by_turn=by_turn))
         are_up = self._endpoint.workers  # some may have left
         self._loads = {name: load for name, load in ((self._loads or {}) | loads).items() if name in are_up}
         await self._take_observation(metrics, observed, batch)

@@ -223,6 +223,8 @@ def rollout_metrics(
     loads: Mapping[str, WorkerLoad],
     before: Mapping[str, WorkerLoad] | None,
     seconds: float,
+    *,
+    by_turn: bool = False,
 ) -> dict[str, float]:
     """Throughput and waiting of the rollout side, each worker over the time between its last two answers.
 
@@ -231,6 +233,7 @@ def rollout_metrics(
         loads: of the workers that answered now. One that has joined since counts from its start; one that has left, no more.
         before: each worker's last answer before; None: there is nothing to compare with yet.
         seconds: of the step, of which `wait/rollout_s` is the workers' share; throughput and shares are by their own time.
+        by_turn: advantages are.
     """
     numbers: dict[str, float] = {"rollout/requests_in_flight": sum(load.requests_in_flight for load in loads.values())}
     if loads:
@@ -239,7 +242,7 @@ def rollout_metrics(
     if lengths:
         numbers["length/sampled_tokens"] = statistics.fmean(lengths)
     if scored := [group for groups in finished.values() for group in groups if group.is_trainable]:
-        numbers["groups/no_gradient_share"] = sum(group.is_uniform for group in scored) / len(scored)
+        numbers["groups/no_gradient_share"] = sum(group.is_uniform(by_turn=by_turn) for group in scored) / len(scored)
     if before is not None:
         since = {name: load.since(before.get(name)) for name, load in loads.items()}
         # By each worker's own time: the loads of a step come at other moments than its end.

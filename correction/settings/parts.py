@@ -55,6 +55,10 @@ class AdvantageConfig(NamedSettings):
         return self
 
     @property
+    def is_by_turn(self) -> bool:
+        return self.level == "turn"
+
+    @property
     def of_group(self) -> dict[str, Any]:
         """What terms/advantages.py takes."""
         return self.model_dump(exclude={"level"})

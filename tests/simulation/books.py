@@ -154,7 +154,7 @@ class Books:
 
     def is_sampled(self, group: GroupFacts) -> None:
         """A worker's answer counts."""
-        why = "rewards all alike" if self._dynamic_sampling and group.is_uniform else ""
+        why = "rewards all alike" if self._dynamic_sampling and group.is_uniform(by_turn=False) else ""
         self._worth[int(group.prompt_id.rpartition("/")[2])] = why if group.is_trainable else "fewer than two valid trajectories"
 
     def _check_reasons(self, ledger: bytes) -> None:

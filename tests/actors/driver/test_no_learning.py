@@ -99,6 +99,18 @@ def test_each_cause_is_named_once_with_samples_and_the_setting_to_change(
     assert f"reward {samples[-1].reward:g}" in said if samples[-1].reward is not None else "no score (the reward raised" in said
 
 
+def test_a_run_by_turn_is_not_given_up_for_sums_that_are_alike() -> None:
+    """What 1 answer earns in its first turn another earns in its second: 400 such groups would end the run, were only sums compared."""
+    settings = ["dynamic_sampling=true", "correction.advantage.level=turn"]
+    judge = NoLearning(load_config(RunConfig, NANO.parent / "nano_calculator.yaml", settings))
+    alike = group(0, [(1.0, False), (1.0, False)])
+    turns = zip(alike.trajectories, ((1.0, 0.0), (0.0, 1.0)), strict=True)
+    differing = replace(alike, trajectories=tuple(replace(one, turn_rewards=of) for one, of in turns))
+    for _ in range(400):
+        judge.finished(differing)
+    assert not judge.is_short
+
+
 def test_an_answer_is_right_by_its_own_task() -> None:
     """A reward of 0.9 is right in one of two tasks: nothing is wrong with a run whose best answers get it, unless they are the other's."""
     task = "{name: %s, task: {kind: reasoning_gym, dataset: spell_backward}, reward: {kind: reasoning_gym}, correct_at: %s}"

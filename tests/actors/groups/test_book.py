@@ -10,6 +10,7 @@ a second answer changes nothing; a snapshot loses nothing and keeps bound and co
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -275,6 +276,19 @@ def test_a_discarded_group_frees_its_place_and_is_reported_once() -> None:
     assert [t.group_id for t in book.admit([prompt(2)], now=0.0)] == [2]
     assert book.settle(1, 1, [0], now=0.0) == [DiscardedGroup("train/0/1", DiscardReason.UNIFORM)]
     assert book.settle(2, 2, [], now=0.0) == []
+
+
+def test_advantages_by_turn_have_a_gradient_where_the_sums_are_alike() -> None:
+    """Of two turns each, 1 in all: the turns' own rewards differ, so the group is trained; where each turn got 1 it is not, nor is it
+    where one advantage holds for the whole."""
+    for by_turn, turns, reason in ((True, ((1.0, 0.0), (0.0, 1.0)), None), (True, ((1.0, 1.0), (1.0,)), DiscardReason.UNIFORM),
+                                   (False, ((1.0, 0.0), (0.0, 1.0)), DiscardReason.UNIFORM)):  # fmt: skip
+        book = GroupBook(groups_per_step=1, max_staleness=0, dynamic_sampling=True, by_turn=by_turn)
+        (ticket,) = book.admit(prompts(0, 1), now=0.0)
+        whole = group(ticket)
+        answers = tuple(replace(one, reward=sum(of), turn_rewards=of) for one, of in zip(whole.trajectories, turns, strict=True))
+        found = book.finish(at_hand(replace(whole, trajectories=answers)), now=0.0)
+        assert found is not None and found.reason is reason
 
 
 def test_mistakes_of_the_callers_are_errors() -> None:

@@ -91,6 +91,15 @@ def test_the_mean_length_is_over_answers_not_groups() -> None:
     assert rollout_metrics({"0": [facts(0, 4, 6), facts(2, 5)], "3": [facts(1, 29)]}, {}, None, 1.0)["length/sampled_tokens"] == 44 / 4
 
 
+def test_the_share_without_gradient_is_of_turns_where_advantages_are() -> None:
+    """Two answers with the sum 1 (as `facts` makes them), one earned in the first turn and one in the second."""
+    one = facts(0, 4, 4)
+    answers = tuple(replace(answer, turn_rewards=of) for answer, of in zip(one.trajectories, ((1.0, 0.0), (0.0, 1.0)), strict=True))
+    finished = {"0": [replace(one, trajectories=answers)]}
+    shares = [rollout_metrics(finished, {}, None, 1.0, by_turn=by_turn)["groups/no_gradient_share"] for by_turn in (False, True)]
+    assert shares == [1, 0]
+
+
 def test_an_answer_without_tokens_stands_for_no_group() -> None:
     """The first answer of a group was given up before its first token; a group of such answers alone is never trained."""
     groups = [facts(0, 0, 6, 9), facts(1, 5, 7)]
