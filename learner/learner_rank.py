@@ -209,6 +209,9 @@ class LearnerRank:
         trained = entropies[corrected.batch.loss_mask]
         sums = torch.stack([one[0].sums for one in done if one[0].sums is not None]).sum(0)
         metrics, updates = loss_metrics(sums, correction_config), [update for _, _, update in done]
+        if "step_size_factor" in metrics:  # of the steps, and not that of all of them together
+            applied = [step_size_factor(one[0].sums, correction_config) for one in done if one[0].sums is not None]
+            metrics["step_size_factor"] = sum(applied) / len(applied)
         host_memory.give_back_now_and_then()
         if self.placement.device.type == "cuda":
             torch.cuda.synchronize(self.placement.device)  # whoever times this call has the optimizer's time in it

@@ -196,7 +196,7 @@ _CLIPPED = {
 
 _STALE_SAMPLE = "of stale tokens: a sample, every monitor.split_every batches, or all where the correction tells the two parts apart"
 SPLIT = {
-    "split_tokens": _Q(_U.TOKENS, "tokens of the split", f"Tokens {_STALE_SAMPLE}, from which the split is."),
+    "split_tokens": _Q(_U.TOKENS, "tokens of the split", f"Number {_STALE_SAMPLE}."),
     "split_total_variance": _Q(
         _U.NATS_SQUARED,
         "variance of log pi / mu",
@@ -375,8 +375,8 @@ LOSS_METRICS = {
     "step_size_factor": _Q(
         _U.ONE,
         "step size",
-        "Factor on the learning rate: root of the sequences' effective sample size (products of q) over their number, over all passes; "
-        "absent with step_size.by: off.",
+        "Factor on the learning rate: root of the sequences' effective sample size (products of q) over their number, the mean over "
+        "the batch's optimizer steps; absent with step_size.by: off.",
         digits=".3f",
     ),
     "ratio_mean": _Q(_U.ONE, "mean ratio", "Mean of the ratio that the objective watches."),

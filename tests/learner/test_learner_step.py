@@ -260,6 +260,14 @@ def test_learning_rate_follows_warmup_and_decay(tmp_path: Path) -> None:
     assert rates == pytest.approx([5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4, 1e-4, 1e-4])
 
 
+def _root_of_ess(batch: PackedBatch, target: Tensor, sequences: list[int] | None = None) -> float:
+    """Of the products of q of some sequences, or all, over their number."""
+    q = (target - batch.behavior_logprobs).double().where(batch.loss_mask, 0)
+    w = torch.stack([q[a:b].sum() for a, b in itertools.pairwise(batch.offsets.tolist())]).exp()
+    w = w if sequences is None else w[sequences]
+    return math.sqrt(float(w.sum() ** 2 / (w.square().sum() * len(w))))
+
+
 def test_the_rate_of_an_update_follows_what_its_sequences_are_worth(tmp_path: Path) -> None:
     """step_size.by = ess: an update is bit for bit that of a learner whose rate is the factor smaller, weight decay included. The next
     one starts from the schedule's rate again, here and after a resume."""
@@ -273,9 +281,7 @@ def test_the_rate_of_an_update_follows_what_its_sequences_are_worth(tmp_path: Pa
         second = learner.step(defer(batches[1], config), config, step=1)
         learner.restore(tmp_path / "c")
         resumed = learner.step(defer(batches[1], config), config, step=1)
-    q = (first.target_logprobs - batches[0].behavior_logprobs).double().where(batches[0].loss_mask, 0)
-    w = torch.stack([q[a:b].sum() for a, b in itertools.pairwise(batches[0].offsets.tolist())]).exp()
-    factor = math.sqrt(float(w.sum() ** 2 / (w.square().sum() * len(w))))
+    factor = _root_of_ess(batches[0], first.target_logprobs)
     assert 0.5 < factor < 0.95
     assert first.learning_rate == pytest.approx(1e-3 * factor, rel=1e-5)
     assert first.metrics["step_size_factor"] == pytest.approx(factor, rel=1e-5)
@@ -297,6 +303,10 @@ def test_a_factor_on_the_rate_of_a_step_is_a_rate_that_is_so_much_smaller(tmp_pa
             found = learner.step(correct(batch, config), config, step=0, rate_scale=scale)
             ends.append((found.learning_rate, weights(learner)))
             assert found.learning_rate < 0.95 * rate * scale, "the correction's own factor is in it"
+            shares = optimizer_steps(correct(batch, config), config, learner.config, step=0)
+            of_steps = [_root_of_ess(batch, found.target_logprobs, own) for own, _ in shares]
+            assert found.learning_rate == pytest.approx(of_steps[-1] * rate * scale, rel=1e-5)
+            assert found.metrics["step_size_factor"] == pytest.approx(sum(of_steps) / 2, rel=1e-5)
             assert learner.step(correct(batch, config), config, step=1).learning_rate > found.learning_rate * (2.0 if scale < 1 else 0.5)
     (scaled, ours), (plain, theirs) = ends
     assert scaled == pytest.approx(plain, rel=1e-12)
