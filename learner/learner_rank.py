@@ -106,7 +106,7 @@ class LearnerRank:
 
     def load_reference(self, folder: str | os.PathLike[str]) -> None:
         """Keep the weights of another folder of the same shape on the CPU, for `reference_logprobs`."""
-        parameters = _parameters(self._read(folder)[1])
+        parameters = _parameters(self._read(folder, keeps_rounded=False)[1])
         if [parameter.shape for parameter in parameters] != [parameter.shape for parameter in _parameters(self._policies)]:
             raise DataError(f"{folder}: the reference model has other shapes than the model in training, {self._require().folder}")
         dtype = self.config.torch_dtype
@@ -341,12 +341,14 @@ class LearnerRank:
     def _policies(self) -> list[model.PolicyModel]:
         return [model.unwrap(chunk) for chunk in self._require().chunks]
 
-    def _read(self, folder: str | os.PathLike[str]) -> tuple[Any, list[model.PolicyModel], list[convert.Rounded]]:
+    def _read(
+        self, folder: str | os.PathLike[str], *, keeps_rounded: bool = True
+    ) -> tuple[Any, list[model.PolicyModel], list[convert.Rounded]]:
         hf_config, weights = hf_folder.read_config(folder), hf_folder.HFWeights(folder)
         policies = model.build(hf_config, self.config, self.placement)
         rounded = []
         for policy in policies:
-            rounded += convert.load(policy, hf_config, weights.__getitem__, self.placement)
+            rounded += convert.load(policy, hf_config, weights.__getitem__, self.placement, keeps_rounded=keeps_rounded)
         unread = {name for name in weights.unread if not is_surplus_allowed(name, hf_config)}
         if unread := self.placement.common_to_all(unread):  # a pipeline stage reads its own
             raise DataError(f"{folder}: {len(unread)} tensors have no place in the model, the first is {min(unread)}")

@@ -122,11 +122,14 @@ Rounded = tuple[torch.nn.Parameter, Tensor]
 
 
 @torch.no_grad()
-def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], placement: Placement) -> list[Rounded]:
+def load(
+    model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], placement: Placement, *, keeps_rounded: bool = True
+) -> list[Rounded]:
     """Fill the model with HF tensors.
 
     Args:
         read: HF name -> whole tensor.
+        keeps_rounded: False: return none.
     Returns: the parameters that had to be rounded.
     Raises: DataError if a shape is not what config.json says.
     """
@@ -139,7 +142,7 @@ def load(model: torch.nn.Module, hf_config: Any, read: Callable[[str], Tensor], 
                 f"{' + '.join(rule.hf)}: shape {tuple(weight.shape)} after conversion, but config.json makes {tuple(parameter.shape)} of it"
             )
         parameter.copy_(weight)
-        if weight.dtype.itemsize > parameter.dtype.itemsize:
+        if keeps_rounded and parameter.dtype.itemsize < 4 and weight.dtype != parameter.dtype:
             rounded.append((parameter, weight))
     return rounded
 

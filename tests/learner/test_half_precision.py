@@ -16,6 +16,7 @@ from evenkeel.learner.results import SkipReason
 from evenkeel.learner.training.logprobs import head_logprobs
 from tests.learner.learner_cases import (
     TIS,
+    hf_model,
     learner_on,
     masters,
     off_policy_batch,
@@ -40,10 +41,11 @@ def test_half_precision_trains_with_float32_master_weights(tmp_path: Path) -> No
     assert moved["float16"] == pytest.approx(moved["float32"], rel=0.03), "three bits more, so an eighth of the error"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_masters_begin_with_the_folders_own_float32_weights(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("of_folder", "dtype"), [("float32", "bfloat16"), ("float32", "float16"), ("float16", "bfloat16")])
+def test_masters_begin_with_the_folders_own_weights(tmp_path: Path, of_folder: str, dtype: str) -> None:
     """Not with what rounding leaves of them: then no weight would change before its updates had added up to half of a rounding step."""
     folder = save_model(tmp_path / "m")
+    hf_model(folder).to(getattr(torch, of_folder)).save_pretrained(folder)
     with learner_on(folder) as learner:
         expected = weights(learner)
     with learner_on(folder, dtype=dtype) as learner:
