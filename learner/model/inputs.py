@@ -138,7 +138,8 @@ def find_shared_prefixes(batch: PackedBatch, *, share_prompts: bool) -> list[Sha
             texts = {i: list(zip(text, keys[i], strict=False)) for i, text in texts.items()}
         elif batch.routed_experts is not None:
             texts = {i: _with_routes(text, batch.routed_experts[starts[i] :]) for i, text in texts.items()}
-        for part, shared in _parts(members, texts)[1] if has_branches else [(members, _common_length(list(texts.values())))]:
+        whole = [(members, _common_length(min(texts.values()), max(texts.values())))]
+        for part, shared in _parts(members, texts) if has_branches else whole:
             if (len(part) - 1) * shared > LEAST_SAVED * sum(lengths[i] for i in part):
                 prefixes.append(SharedPrefix(tuple(part), shared, tuple(lengths[i] - shared for i in part)))
             else:
@@ -146,19 +147,28 @@ def find_shared_prefixes(batch: PackedBatch, *, share_prompts: bool) -> list[Sha
     return prefixes
 
 
-def _parts(members: Sequence[int], texts: Mapping[int, list[Any]]) -> tuple[int, list[tuple[Sequence[int], int]]]:
-    """Tokens saved, and the parts of a group that share a prefix, with its length: all of it, or else, if that saves more, parts of those
-    that go on alike, and so on."""
-    shared = _common_length([texts[i] for i in members])
-    together = (len(members) - 1) * shared
-    by_next = defaultdict(list)
-    for i in members:
-        by_next[texts[i][shared] if shared < len(texts[i]) else None].append(i)
-    if len(by_next) == 1 or len(by_next) == len(members):
-        return together, [(members, shared)]
-    parts = [_parts(part, texts) for part in by_next.values()]
-    apart = sum(saved for saved, _ in parts)
-    return (apart, [one for _, found in parts for one in found]) if apart > together else (together, [(members, shared)])
+def _parts(members: Sequence[int], texts: Mapping[int, list[Any]]) -> list[tuple[list[int], int]]:
+    """The parts of a group that share a prefix, with its length: all of it, or else, if that saves more tokens, parts of those that go on
+    alike, and so on; a thousand times where each sequence of a rollout goes on from the one before."""
+    # Each part in the order of its texts, the length that is known to be shared, and the place in this list of what it is a part of.
+    tree: list[tuple[list[int], int, int]] = [(sorted(members, key=texts.__getitem__), 0, -1)]
+    lengths = []
+    for place, (part, known, _) in enumerate(tree):
+        shared = _common_length(texts[part[0]], texts[part[-1]], known)
+        lengths.append(shared)
+        by_next = defaultdict(list)
+        for i in part:
+            by_next[texts[i][shared] if shared < len(texts[i]) else None].append(i)
+        if 1 < len(by_next) < len(part):
+            tree += [(alike, shared, place) for alike in by_next.values()]
+    saved, found = Counter[int](), defaultdict[int, list[tuple[list[int], int]]](list)
+    for place in reversed(range(len(tree))):
+        part, _, parent = tree[place]
+        if saved[place] <= (together := (len(part) - 1) * lengths[place]):
+            saved[place], found[place] = together, [(sorted(part), lengths[place])]
+        saved[parent] += saved[place]
+        found[parent] += found.pop(place)
+    return sorted(found[-1])
 
 
 def _extents(batch: PackedBatch) -> tuple[list[int], list[int]]:
@@ -182,7 +192,7 @@ def _with_routes(text: list[int], routed_experts: Tensor) -> list[tuple[int, byt
     return [(token, routes.tobytes()) for token, routes in zip(text, routed_experts[: len(text)].numpy(), strict=True)]
 
 
-def _common_length(texts: list[list[Any]]) -> int:
-    """Length of the longest common prefix of all texts: that of the first and the last in lexicographic order."""
-    low, high = min(texts), max(texts)
-    return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+def _common_length(low: list[Any], high: list[Any], known: int = 0) -> int:
+    """Length of the longest common prefix of all texts from the first to the last in lexicographic order, of which `known` is known."""
+    shorter = min(len(low), len(high))
+    return next((i for i in range(known, shorter) if low[i] != high[i]), shorter)

@@ -323,6 +323,22 @@ def test_a_branch_shares_what_was_sampled_before_it(learner: LearnerRank) -> Non
     assert ModelInputs.of(batch).predicted.numel() == (20 - 2) + 4 + 3
 
 
+def test_a_thousand_sequences_each_of_which_goes_on_from_the_one_before() -> None:
+    """Of a rollout: sequence i reads i + 1 tokens, all of them the next one's first. The longest k share 1001 - k, which saves
+    (k - 1) (1001 - k) tokens, most for k = 501."""
+    count = 1000
+    ids = torch.cat([torch.arange(2 + i) for i in range(count)])
+    offsets = torch.tensor([0, *(2 + i for i in range(count))]).cumsum(0)
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    mask[offsets[1:] - 1] = True
+    same = torch.zeros(count, dtype=torch.int64)
+    zeros, versions = torch.zeros(len(ids)), torch.zeros(len(ids), dtype=torch.int32)
+    batch = PackedBatch(ids, offsets, mask, zeros, zeros, versions, same, same).validate()
+    *alone, together = sorted(find_shared_prefixes(batch, share_prompts=True), key=lambda one: len(one.members))
+    assert together == SharedPrefix(tuple(range(499, 1000)), 500, tuple(range(501)))
+    assert alone == [SharedPrefix.alone(i, i + 1) for i in range(499)]
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     shape=GROUPS, budget=st.sampled_from([30, 10_000]), seed=st.integers(0, 5), cuts=st.dictionaries(st.integers(0, 34), st.integers(1, 44))
