@@ -109,29 +109,36 @@ class CompiledDraw:
         return tokens
 
 
-def kept_sets(probabilities: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor) -> tuple[Tensor, Tensor]:
+def kept_sets(probabilities: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor, *, width: int = LISTED) -> tuple[Tensor, Tensor]:
     """What top-p, top-k and min-p together leave of each row: a token stays if all three keep it, by its place among the likeliest.
 
     In the order of falling probability, of equal ones the smaller id first: top-p keeps a token if those before it hold no more than this
     share of the whole, top-k the first k, min-p those with at least this share of the first one's probability.
     Args:
         probabilities: [R, V] float32, of sum 1. top_ps, min_ps: [R] float32; 1 and 0 keep all. top_ks: [R] integers; V or more keeps all.
+        width: likeliest tokens that are listed at first; a row with a longer set is listed again, alone.
     Returns: ids [R, W] int64, and [R] how many of them are kept: the first ones, at least one; 0 of a row that is not finite.
     """
-    words, width = probabilities.shape[-1], LISTED
-    top_ps, top_ks, min_ps = top_ps[:, None], top_ks[:, None], min_ps[:, None]
-    while True:
-        width = min(width, words)
-        ids = probabilities.topk(width).indices.sort(-1).values
-        ordered, places = probabilities.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-        before = F.pad(ordered.double().cumsum(-1)[:, :-1], (1, 0))
-        is_likely = ((before <= top_ps) | (top_ps == 1)) & (ordered >= min_ps * ordered[:, :1])
-        counts = (is_likely & (torch.arange(width, device=ids.device) < top_ks)).sum(-1, keepdim=True)
-        # More are listed than kept, and all that are as likely as the last one kept: which of equal ones `topk` lists is its own choice.
-        is_enough = (ordered.gather(-1, (counts - 1).clamp(min=0)) > ordered[:, -1:]) | (counts == 0)
-        if width == words or bool(is_enough.all()):
-            return ids.gather(-1, places), counts[:, 0]
-        width *= 8
+    limits, width = (top_ps, top_ks, min_ps), min(width, probabilities.shape[-1])
+    ids, counts, is_enough = _listed_sets(probabilities, *(limit[:, None] for limit in limits), width)
+    (rows,) = torch.where(~is_enough)
+    if width < probabilities.shape[-1] and len(rows):
+        longer, counts[rows] = kept_sets(probabilities[rows], *(limit[rows] for limit in limits), width=8 * width)
+        ids = F.pad(ids, (0, max(0, int(counts.amax()) - width)))
+        ids[rows] = longer[:, : ids.shape[1]]
+    return ids, counts
+
+
+def _listed_sets(probabilities: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`kept_sets` of what is among the `width` likeliest tokens of each row, and [R] whether nothing can be missing from it."""
+    ids = probabilities.topk(width).indices.sort(-1).values
+    ordered, places = probabilities.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    before = F.pad(ordered.double().cumsum(-1)[:, :-1], (1, 0))
+    is_likely = ((before <= top_ps) | (top_ps == 1)) & (ordered >= min_ps * ordered[:, :1])
+    counts = (is_likely & (torch.arange(width, device=ids.device) < top_ks)).sum(-1, keepdim=True)
+    # More are listed than kept, and all that are as likely as the last one kept: which of equal ones `topk` lists is its own choice.
+    is_enough = (ordered.gather(-1, (counts - 1).clamp(min=0)) > ordered[:, -1:]) | (counts == 0)
+    return ids.gather(-1, places), counts[:, 0], is_enough[:, 0]
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

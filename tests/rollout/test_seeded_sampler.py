@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -227,6 +228,32 @@ def test_kept_sets_are_what_top_p_top_k_and_min_p_all_keep_and_ties_go_by_the_id
     assert [row[keeps].tolist() for row, keeps in zip(tokens, weights > 0, strict=True)] == [
         row[:count].tolist() for row, count in zip(ids, counts.tolist(), strict=True)
     ]
+
+
+def test_a_flat_row_makes_no_table_of_the_others_wider(draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 40 requests at a high temperature: tables of the whole vocabulary for all of them would be gigabytes with a real one. Rows
+    that are sorted at each width, one flat and one that keeps 900 tokens among them; each keeps what it keeps alone."""
+    from evenkeel.rollout.sglang_plugin.seeded_sampler import kept_sets
+
+    sharp = torch.softmax(8 * torch.randn(40, 20_000, generator=torch.Generator().manual_seed(0)), -1)
+    sharp[7], sharp[30] = torch.arange(20_000, 0, -1), 0.0
+    sharp[30, :900] = torch.arange(900, 0, -1).float()
+    sharp[30, 900:] = 1e-6
+    rows = sharp / sharp.sum(-1, keepdim=True)
+    limits = torch.full((40,), 0.95), torch.full((40,), 20_000), torch.zeros(40)
+    listed, topk = list[tuple[int, int]](), torch.Tensor.topk
+
+    def noted(table: torch.Tensor, width: int) -> Any:
+        listed.append((len(table), width))
+        return topk(table, width)
+
+    monkeypatch.setattr(torch.Tensor, "topk", noted)
+    ids, counts = kept_sets(rows, *limits)
+    assert listed == [(40, 128), (2, 1024), (1, 8192), (1, 20_000)]
+    for row in range(40):
+        alone, (count,) = kept_sets(rows[row : row + 1], *(limit[:1] for limit in limits))
+        assert int(counts[row]) == int(count) and torch.equal(ids[row, : int(count)], alone[0, : int(count)])
+    assert int(counts[7]) > 8192 and 128 < int(counts[30]) < 900
 
 
 def test_a_row_that_is_no_number_has_no_kept_set(draw) -> None:
