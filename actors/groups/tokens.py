@@ -169,13 +169,16 @@ def read_now(references: Sequence[Any], limit_s: float) -> tuple[dict[Any, Any],
     return found, lost
 
 
-async def with_wide_fields(batch: PackedBatch, *, deadline_s: float) -> PackedBatch:
-    """The batch with its wide fields filled in. Raises: RayError if an object is lost; DeadlineExceeded."""
+async def with_wide_fields(batch: PackedBatch, *, deadline_s: float, has_topk: bool = True) -> PackedBatch:
+    """The batch with its wide fields filled in. Args: has_topk: as PackedBatch's.
+
+    Raises: RayError if an object is lost; DeadlineExceeded.
+    """
     places = batch.wide or ()
     references = list(dict.fromkeys(one for place in places for one in place.references))
     what = f"wide fields of {len(places)} sequences <- object store"
     values = await wait_for(asyncio.gather(*map(value_of, references)), what, deadline_s=deadline_s)
-    return batch.holding(dict(zip(references, values, strict=True))).with_wide_fields()
+    return batch.holding(dict(zip(references, values, strict=True))).with_wide_fields(has_topk=has_topk)
 
 
 async def whole(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[list[Group], list[int]]:

@@ -138,9 +138,7 @@ class CorrectionService(HeartbeatActor):
         async def pack() -> PackedGroups:
             batch = (await asyncio.to_thread(self._packed, group_ids, version, correction)).batch
             scores = self._config.learner.needs_proximal_forward(correction) or needs_logprobs_at_sampling(correction)
-            if not (scores and self._replays_engine):  # kept sets are those of every policy
-                batch = batch.without_routes() if self._config.rollout.sampling.is_partial else replace(batch, wide=None)
-            return await self._stored(batch)
+            return await self._stored(self._for_forward(batch, replays_engine=scores and self._replays_engine))
 
         answer: PackedGroups = await self._once(version, number, pack, "pack")
         return answer
@@ -268,7 +266,8 @@ class CorrectionService(HeartbeatActor):
 
         async def read() -> Tensor | None:
             try:
-                found = await payloads.with_wide_fields(batch.select(sequences), deadline_s=self._config.deadlines.batch_s)
+                shown = batch.select(sequences).without_routes()
+                found = await payloads.with_wide_fields(shown, deadline_s=self._config.deadlines.batch_s, has_topk=False)
             except (ray.exceptions.RayError, EvenkeelError) as error:
                 log.warning("the kept sets of some tokens can't be shown: %s", error)
                 return None
@@ -283,7 +282,7 @@ class CorrectionService(HeartbeatActor):
             [one.group for one in pulled],
             learner_version=version,
             advantage=partial(group_advantages, **advantage.of_group),
-            turn_advantage=partial(turn_advantages, **advantage.of_group) if advantage.level == "turn" else None,
+            turn_advantage=partial(turn_advantages, **advantage.of_group) if advantage.is_by_turn else None,
             overlong=self._config.rollout.overlong,
             max_tokens={entry.name: self._config.rollout.sampling_of(entry.name).max_tokens for entry in self._config.rollout.entries},
             temperature=self._config.rollout.sampling.temperature,
@@ -291,7 +290,15 @@ class CorrectionService(HeartbeatActor):
         )
 
     def _stale_sample(self, group_ids: Sequence[int], version: int, correction: CorrectionConfig) -> PackedBatch:
-        return stale_sample(self._packed(group_ids, version, correction).batch, version, replays_engine=self._replays_engine)
+        batch = self._packed(group_ids, version, correction).batch
+        return stale_sample(self._for_forward(batch, replays_engine=self._replays_engine), version)
+
+    def _for_forward(self, batch: PackedBatch, *, replays_engine: bool) -> PackedBatch:
+        """The batch with no more wide fields than a forward reads."""
+        if replays_engine:
+            return batch
+        is_partial = self._config.rollout.sampling.is_partial  # kept sets are those of every policy
+        return batch.without_routes() if is_partial else replace(batch, wide=None)
 
     async def _stored(self, batch: PackedBatch) -> PackedGroups:
         if not batch.num_tokens:

@@ -21,16 +21,15 @@ TRAJECTORIES = 16
 """Most trajectories of a batch that are scored, at each version that their tokens have and at the present one."""
 
 
-def stale_sample(batch: PackedBatch, version: int, *, replays_engine: bool = False) -> PackedBatch:
+def stale_sample(batch: PackedBatch, version: int) -> PackedBatch:
     """Some of the sequences with tokens of earlier versions than `version`, always the same ones of a batch; possibly none.
 
-    Args: replays_engine: the batch's routed experts are the engine's; those of the present weights are not to be replayed at others.
+    Args: batch: with the wide fields that a forward needs; routes of the present weights are not to be replayed at others.
     """
     stale = batch.loss_mask & (batch.weight_versions >= 0) & (batch.weight_versions < version)
     sequences = torch.unique(torch.searchsorted(batch.offsets, stale.nonzero().flatten(), right=True) - 1).tolist()
     chosen = sorted(random.Random(version).sample(sequences, min(TRAJECTORIES, len(sequences))))
-    sample = batch if replays_engine else batch.without_routes()
-    return replace(sample, proximal_logprobs=None, reference_logprobs=None, topk_ids=None, topk_logprobs=None).select(chosen)
+    return replace(batch, proximal_logprobs=None, reference_logprobs=None, topk_ids=None, topk_logprobs=None).select(chosen)
 
 
 def to_numbers(batch: PackedBatch, at_sampling: Tensor, now: Tensor, version: int, chosen: Tensor | None = None) -> dict[str, float]:

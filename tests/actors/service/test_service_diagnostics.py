@@ -17,7 +17,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
-from evenkeel.actors.carriers import PreparedBatch
+from evenkeel.actors.carriers import PreparedBatch, Ticket
 from evenkeel.actors.config import DeadlinesConfig, EarlyWarningConfig, MetricsConfig, RunConfig
 from evenkeel.actors.driver.batches import keeps_weights, splits_gap
 from evenkeel.actors.groups import tokens as payloads
@@ -29,7 +29,7 @@ from evenkeel.correction.diagnostics.quantities import DIAGNOSTIC_FAMILIES, DIAG
 from evenkeel.correction.early_warning.monitor import MonitorConfig, State
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.results import StepValues
-from evenkeel.rollout.trajectory import KeptTokens
+from evenkeel.rollout.trajectory import Group, KeptTokens, TopLogprobs
 from tests.actors.service.service_scene import GROUPS, ROLLOUT, ServiceScene, answered, no_decision, play, result_of
 
 
@@ -205,7 +205,7 @@ def test_an_endpoint_that_cannot_open_costs_no_step_its_diagnostics(caplog: pyte
 def test_kept_sets_that_are_late_hold_up_no_diagnostics(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are for people alone. Where they never come, each step would wait for batch_s, and the early warning with it."""
 
-    async def never(batch: PackedBatch, *, deadline_s: float) -> PackedBatch:
+    async def never(batch: PackedBatch, *, deadline_s: float, has_topk: bool) -> PackedBatch:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     monkeypatch.setattr(payloads, "with_wide_fields", never)
@@ -295,7 +295,13 @@ def test_what_the_step_clipped_and_how_sure_it_was_of_it_is_told() -> None:
 
 
 def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
-    """Every third batch: versions 1 and 2 are kept before batch 3, no others; its tokens of version 2 are scored there and now."""
+    """Every third batch: versions 1 and 2 are kept before batch 3, no others; its tokens of version 2 are scored there and now. Top-K
+    logprobs, which training reads, are not fetched for that: no such forward looks at them, and a lost one would cost the groups."""
+
+    def listed(ticket: Ticket) -> Group:
+        rows = [TopLogprobs.of(1, [[(-1.0, token)] for token in one.response_ids]) for one in answered(ticket).trajectories]
+        answers = zip(answered(ticket).trajectories, rows, strict=True)
+        return replace(answered(ticket), trajectories=tuple(replace(one, top_logprobs=row) for one, row in answers))
 
     async def scenario() -> None:
         scene = ServiceScene(max_staleness=2, monitor=EarlyWarningConfig(detailed=False, split_every=3))
@@ -305,12 +311,13 @@ def test_the_gap_of_stale_tokens_is_split_at_their_own_weights() -> None:
             if version == 3:
                 tickets[3] = [replace(ticket, admitted_version=2) for ticket in await scene.admit(3 * GROUPS, 4 * GROUPS)]
             waiting = asyncio.create_task(scene.next_batch(version))
-            await scene.put(*[answered(replace(ticket, admitted_version=2 if version == 3 else version)) for ticket in tickets[version]])
+            await scene.put(*[listed(replace(ticket, admitted_version=2 if version == 3 else version)) for ticket in tickets[version]])
             prepared = await waiting
             kept.append(set(getattr(scene.learner, "kept", set())))
             assert bool(scene.service._undiagnosed[version].split) == (version == 3)
             scene.books.advance(version + 1, [g.group_id for g in prepared.groups])
         assert kept == [set(), {1}, {1, 2}, set()]
+        assert scene.learner.fetched == [2 * GROUPS] * 4, "whole batches, for their steps alone"
         observation = await scene.observe(prepared)
         numbers = observation.diagnostics
         tokens = sum(t.response_tokens for g in prepared.groups for t in g.trajectories)
