@@ -305,8 +305,9 @@ class KeptRun:
         reference = self.learner.reference_logprobs(batch) if needs_reference_logprobs(self.record.correction) else None
         at_sampling = None
         if self._earlier is not None:
-            at_sampling = self._earlier.at_sampling(batch, oldest=0)
-            self._earlier.keep(self.version, oldest=0)
+            oldest = min(batch.weight_versions[batch.loss_mask].tolist(), default=0)  # no later batch has older tokens
+            at_sampling = self._earlier.at_sampling(batch, oldest=oldest)
+            self._earlier.keep(self.version, oldest=oldest)
         return replace(batch, proximal_logprobs=proximal, reference_logprobs=reference, at_sampling_logprobs=at_sampling)
 
 

@@ -107,4 +107,5 @@ def test_a_run_under_top_p_learns(tmp_path: Path) -> None:
     accuracy, kept = ([line[name] for line in lines] for name in ("reward/accuracy", "length/kept_set_tokens"))
     assert statistics.fmean(accuracy[-5:]) > statistics.fmean(accuracy[:5]) + 0.1
     assert min(kept) >= 1 and statistics.fmean(kept[-10:]) < 0.05 * 273
-    assert max(line.get("correction/rho_mean_deviation", 0.0) for line in lines) < 5
+    deviations = [line["correction/rho_mean_deviation"] for line in lines if "correction/rho_mean_deviation" in line]
+    assert len(deviations) >= len(lines) // 2 and max(deviations) < 5
