@@ -25,7 +25,7 @@ NO_VERSION = -1
 """weight_versions of a token that no weights sampled."""
 CPU_TOKENS = 2**19
 """About how many tokens `batch_slices` puts in a part on a CPU: smaller parts cost more in calls than they save in cache misses."""
-_NOT_PER_TOKEN = ("offsets", "group_ids", "rollout_ids", "kept_ids")
+_NOT_PER_TOKEN = ("offsets", "group_ids", "rollout_ids", "kept_counts", "kept_ids")
 _COUNTED_FROM_0 = "counted from 0 (-1: no weights sampled the token). Number the weights by their updates, not by time"
 UNIT_COUNTS = ("units", "truncated", "truncated_positive", "truncated_negative", "masked", "masked_positive", "masked_negative")
 """Units that have an importance weight; those whose weight was cut to a bound, or set to 0; of these, by the sign of the advantage."""
@@ -371,16 +371,14 @@ class BatchSlice:
     """Their tokens, of N."""
 
     def of_batch(self, batch: PackedBatch) -> PackedBatch:
-        """The part's own batch, its offsets counted from its first token."""
-        changes: dict[str, Any] = {"wide": None if batch.wide is None else batch.wide[self.sequences]}
+        """The part's own batch, its offsets counted from its first token; without kept sets, which no decision reads."""
+        wide = None if batch.wide is None else batch.wide[self.sequences]
+        changes: dict[str, Any] = {"wide": wide, "kept_counts": None, "kept_ids": None}
         for field in fields(batch):
             value = getattr(batch, field.name)
             if isinstance(value, Tensor) and field.name not in _NOT_PER_TOKEN:
                 changes[field.name] = value[self.tokens]
         bounds = batch.offsets[self.sequences.start : self.sequences.stop + 1]
-        if batch.kept_counts is not None and batch.kept_ids is not None:
-            first = int(batch.kept_counts[: self.tokens.start].sum())
-            changes["kept_ids"] = batch.kept_ids[first : first + int(changes["kept_counts"].sum())]
         changes |= {"offsets": bounds - self.tokens.start, "group_ids": batch.group_ids[self.sequences]}
         changes["rollout_ids"] = None if batch.rollout_ids is None else batch.rollout_ids[self.sequences]
         return replace(batch, **changes)

@@ -50,6 +50,8 @@ def check_batch_shapes(batch: Any) -> None:
     check_tensor("PackedBatch.group_ids", batch.group_ids, (s,), INTEGERS)
     _check_optional("PackedBatch", batch, {name: ((n,), dtypes) for name, dtypes in optional.items()} | {"rollout_ids": ((s,), INTEGERS)})
     wide = {"topk_ids": ((n, None), INTEGERS), "topk_logprobs": ((n, k), FLOATS), "routed_experts": ((n, None, None), INTEGERS)}
+    if (batch.kept_counts is None) != (batch.kept_ids is None):
+        raise DataError("PackedBatch.kept_counts and kept_ids: one without the other says nothing of the kept sets. Give both, or neither")
     kept = None if batch.kept_counts is None else int(batch.kept_counts.sum())
     wide |= {"kept_counts": ((n,), INTEGERS), "kept_ids": ((kept,), INTEGERS)}
     _check_optional("PackedBatch", batch, wide)

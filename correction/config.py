@@ -113,7 +113,12 @@ def _refuse_parts_of_rho_without_it(config: CorrectionConfig) -> None:
 
 def _refuse_ratios_without_gradient(config: CorrectionConfig) -> None:
     gate, penalty = gate_of(config.objective), config.kl
-    places = {"objective.ratio": config.objective.ratio, "objective.gate.ratio": None if gate is None else gate.ratio}
+    if gate is not None and not gate.ratio.has_target:
+        raise ConfigError(
+            f"objective.gate.ratio = {gate.ratio}: a gate stops what an update moves too far, and {gate.ratio} does not contain the target "
+            "policy. Take r, q or since_sampling, or a criterion of rejection."
+        )
+    places = {"objective.ratio": config.objective.ratio}
     if penalty.coefficient > 0 and penalty.estimator == "unbiased_k3":
         places["kl.ratio"] = penalty.ratio
     for place, ratio in places.items():

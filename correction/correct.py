@@ -93,8 +93,6 @@ def shard_sums(batch: PackedBatch, config: CorrectionConfig, *, is_deferred: boo
 class _Early:
     """What the early parts decided on a shard, before it knows the whole batch."""
 
-    views: list[BatchView]
-    """Of its parts, one after the other."""
     weights: Tensor
     """[N] before batch normalisation."""
     keep: Tensor
@@ -148,7 +146,7 @@ def _prepare(
         why = "was rejected" if not broken else "was rejected or left out, as a number of it is not finite"
         warnings.warn(f"correction: every token of the batch {why}; its policy loss is 0", stacklevel=3)
     if reduce is None:  # a shard's counts say nothing of the batch
-        _warn_of_narrow_bounds(early, config)
+        _warn_of_narrow_bounds(early, batch, config, schedule)
     modulated = _modulate_early(weights, batch, config, schedule)
     corrected = CorrectedBatch(
         batch=batch,
@@ -170,7 +168,8 @@ def _warn_of_unknown_weights(batch: PackedBatch) -> None:
     if unknown := int((stale & batch.at_sampling_logprobs.isnan()).count_nonzero()):
         warnings.warn(
             f"correction: of {unknown} of {int(stale.count_nonzero())} stale tokens the learner has no copy of the weights that sampled "
-            "them, as after a resume; all of their rho counts as mismatch, and their staleness as 1",
+            "them, as after a resume, or where a batch is prepared a second time; all of their rho counts as mismatch, and their staleness "
+            "as 1",
             stacklevel=4,
         )
 
@@ -200,14 +199,14 @@ def _warn_of_holes(batch: PackedBatch, config: CorrectionConfig, missing: int, b
         )
 
 
-def _warn_of_narrow_bounds(early: _Early, config: CorrectionConfig) -> None:
+def _warn_of_narrow_bounds(early: _Early, batch: PackedBatch, config: CorrectionConfig, schedule: Schedule) -> None:
     """Warn of each criterion that rejects most of the batch, and of the mean log ratio."""
     criteria = dict(zip(early.counts.labels, config.rejection, strict=False))  # the veto, at the end, is none
     for label, (looked_at, dropped) in early.counts.by_criterion().items():
-        if dropped > MOST * looked_at and early.views[0].logprobs.proximal is not None:
+        if dropped > MOST * looked_at and (view := BatchView.of(batch, config, schedule)).logprobs.proximal is not None:
             criterion = criteria.get(label)
             level, ratio = (None, Ratio.RHO) if criterion is None else (criterion.level, criterion.ratio)
-            mean = sum(float(view.log_ratio(ratio).sum(dtype=torch.float64)) for view in early.views) / looked_at
+            mean = float(view.log_ratio(ratio).sum(dtype=torch.float64)) / looked_at
             warnings.warn(narrow_bounds(label, level, dropped / looked_at, mean), stacklevel=4)
 
 
@@ -227,11 +226,9 @@ def _decide_early(
     sums = torch.zeros(_COUNTED, dtype=torch.float64, device=weights.device)
     holes = sums.new_zeros(2)
     counts = no_counts(config, weights.device)
-    views: list[BatchView] = []
     for piece in batch_slices(batch, is_divisible=not needs_all_tokens(config)):
         own = piece.of_batch(batch)
         view = BatchView.of(own, config, schedule, moment_limits=limits)
-        views.append(view)
         decision = apply_stage(view, config, schedule, Stage.EARLY)
         if view.missing is not None:
             holes[0] += view.missing.count_nonzero()
@@ -245,7 +242,7 @@ def _decide_early(
             )
     sums[2], sums[3] = batch.loss_mask.count_nonzero(), keep.count_nonzero()
     counted = _counted(batch, keep, config, schedule)
-    return _Early(views, weights, keep, counts, counted, torch.cat([sums, _counts(batch, counted, config, num_prompts)]), holes)
+    return _Early(weights, keep, counts, counted, torch.cat([sums, _counts(batch, counted, config, num_prompts)]), holes)
 
 
 def for_step(
@@ -325,9 +322,11 @@ def _check_advantages(batch: PackedBatch, config: CorrectionConfig) -> None:
             stacklevel=4,
         )
     elif isinstance(made_by, AdvantageConfig) and made_by != part:
+        names = [name for name in AdvantageConfig.model_fields if getattr(made_by, name) != getattr(part, name)]
+        there, here = (", ".join(f"{name} = {getattr(one, name)}" for name in names) for one in (made_by, part))
         raise ConfigError(
-            f"PackedBatch.advantages_by = {made_by.estimator} (ddof {made_by.ddof}, epsilon {made_by.epsilon}), but the config has "
-            f"{part.estimator} (ddof {part.ddof}, epsilon {part.epsilon}). Make them with config.advantage, or set advantage in the config."
+            f"PackedBatch.advantages_by: the advantages were made with {there}, but the config has {here}. Make them with "
+            "config.advantage, or set advantage in the config."
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..batch import CorrectedBatch, FinalDecision
-from ..decision import BatchView, apply_criterion, apply_veto, no_counts, unit_weights
+from ..decision import BatchView, apply_criterion, apply_veto, no_counts, unit_advantages, unit_weights
 from ..settings.choices import TOPK_STATISTICS, Statistic
 from ..settings.schedule import Schedule
 
@@ -71,5 +71,5 @@ def token_reasons(corrected: CorrectedBatch, target: Tensor, decided: FinalDecis
         units = unit_weights(view, config)
         is_cut = units.segments.spread(units.weights != units.ratios) & view.mask
         if config.importance.only_negative:
-            is_cut &= batch.advantages < 0
+            is_cut &= units.segments.spread(unit_advantages(view, units.segments)) < 0
     return TokenReasons(labels, dropped_by, is_cut)

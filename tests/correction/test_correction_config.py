@@ -40,6 +40,7 @@ def test_keys_given_with_a_preset_override_it():
         ({"objective": {"kind": "clip", "ratio": "rho"}}, "no gradient"),
         ({"objective": {"kind": "clip", "ratio": "staleness"}}, "no gradient, since staleness does not contain the target policy"),
         ({"preset": "minimal-mask", "proximal": "recompute", "objective": {"gate": {"ratio": "mismatch"}}}, "the gate compares the target"),
+        ({"preset": "minirl", "objective": {"gate": {"ratio": "rho"}}}, "a gate stops what an update moves too far"),
         ({"kl": {"coefficient": 0.1, "estimator": "unbiased_k3", "ratio": "mismatch"}}, "kl.ratio = mismatch: it has no gradient"),
         ({"preset": "split-tis", "proximal": "behavior"}, "ratio = mismatch with proximal = behavior.* Set proximal: recompute"),
         ({"preset": "a-3po", "rejection": [{"ratio": "staleness", "upper": 2.0}]}, "ratio = staleness with proximal = interpolate"),

@@ -171,8 +171,10 @@ def test_the_advantages_of_a_preset_are_made_or_asked_for():
     expected = group_advantages(rewards, batch.group_ids, estimator="grpo_no_std")
     assert torch.equal(made.advantages[made.offsets[:-1]], expected.double())
     assert correct(made, config).batch is made
-    with pytest.raises(ConfigError, match=r"grpo_no_std .* config has grpo "):
+    with pytest.raises(ConfigError, match=r"made with estimator = grpo_no_std, but the config has estimator = grpo\."):
         correct(made, CorrectionConfig(preset="grpo"))
+    with pytest.raises(ConfigError, match=r"made with level = rollout, but the config has level = turn\."):
+        correct(made, CorrectionConfig(preset="dr-grpo", advantage={"level": "turn"}))
     with pytest.warns(UserWarning, match=r"preset dr-grpo has advantages of its own \(grpo_no_std"):
         correct(replace(made, advantages_by=None), config)
     with pytest.raises(DataError, match="either advantages or rewards"):

@@ -57,6 +57,21 @@ def test_of_several_criteria_the_first_in_the_settings_order_is_named():
     assert seen == {0, 1, 2}
 
 
+def test_weights_of_sequences_are_cut_by_the_sequence_s_advantage():
+    """only_negative with advantages by turn: a token of a good turn has its sequence's weight, too, cut where the mean is negative."""
+    part = {"mode": "truncate", "level": "sequence", "upper": 1.1, "only_negative": True}
+    config = CorrectionConfig.model_validate({"importance": part})
+    batch, target = random_batch(5, sequences=40, spread=0.8)
+    batch = replace(batch, advantages=torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1)), advantages_by="own")
+    reasons, corrected, decided = reasons_of(batch, target, config)
+    cut = 0
+    for start, end in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
+        of_sequence = reasons.is_cut[start:end][batch.loss_mask[start:end]]
+        assert bool(of_sequence.all()) == bool(of_sequence.any())
+        cut += bool(of_sequence.any())
+    assert cut == (corrected.counts + decided.counts).by_unit()["truncated"] > 0
+
+
 def test_some_sequences_have_the_reasons_that_they_have_in_the_whole_batch():
     """What people look at is a part of the batch."""
     batch, target = random_batch(3, sequences=30, spread=0.8)
