@@ -9,11 +9,11 @@ Peak memory. With c = chunk_tokens, M predictions of C targets each, hidden size
     forward    8 c V  +  4 M (C + 2)                               logits and their exponentials; results and normalisers
     backward   8 c V  +  4 M (C + 2)  +  4 M H  +  4 V H           log p and its slope; what forward kept; the two gradients
 
-both plus O(c C); on a CPU at most 4 CACHED of the second table at a time. In bfloat16 backward has 2 M H, and
-max(8 c V + 4 V H, 2 c V + 6 V H): a chunk's part of the head's gradient is a tensor of its own, added up in float32. Padding rows of the
-vocabulary add a copy of the head's gradient. Where engines/matrix_products.py multiplies, a c up to 512 that is no multiple of 16 counts as
-the next one. Only M C and M H grow with the batch; the plain way, log_softmax of all logits, takes 8 M V and more. (batch_invariant keeps
-more tables of c V in forward.)
+both plus O(c C), and up to 40 for each id of a chunk's kept sets; on a CPU at most 4 CACHED of the second table at a time. In bfloat16
+backward has 2 M H, and max(8 c V + 4 V H, 2 c V + 6 V H): a chunk's part of the head's gradient is a tensor of its own, added up in
+float32. Padding rows of the vocabulary add a copy of the head's gradient. Where engines/matrix_products.py multiplies, a c up to 512 that
+is no multiple of 16 counts as the next one. Only M C and M H grow with the batch; the plain way, log_softmax of all logits, takes 8 M V and
+more. (batch_invariant keeps more tables of c V in forward.)
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _batch_invariant_values(
     logits = _restricted(logits, kept, 0)
     log_p = log_softmax(logits, temperature)
     logprobs = log_p.gather(-1, targets)
-    normalizers = logits.gather(-1, targets[:, :1])[:, 0] / temperature - logprobs[:, 0]
+    normalizers = logits.amax(-1) / temperature - log_p.amax(-1)  # at a token of the set, as a target need not be
     return logprobs, -(log_p.exp() * log_p.clamp_(min=_LEAST)).sum(-1), normalizers
 
 

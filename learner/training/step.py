@@ -86,7 +86,10 @@ def token_values(
         targets = torch.cat([targets, batch.topk_ids[inputs.predicted]], 1)
     kept = None
     if batch.kept_counts is not None and batch.kept_ids is not None:
-        kept = batch.kept_counts[inputs.predicted], kept_rows(batch.kept_counts, batch.kept_ids, inputs.predicted)
+        counts, ids = batch.kept_counts[inputs.predicted], batch.kept_ids
+        if int(counts.sum()) < len(ids):  # else they lie in the order of the predictions already
+            ids = kept_rows(batch.kept_counts, ids, inputs.predicted)
+        kept = counts, ids
     dtype = torch.float32 if config.float32_head else policy.head_weight.dtype
     logprobs, entropies = head_logprobs(
         # Megatron's half-precision wrapper widens its output.

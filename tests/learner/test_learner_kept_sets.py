@@ -5,6 +5,7 @@ Against Hugging Face and autograd on a whole softmax whose other logits are minu
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,32 @@ def test_values_and_gradients_of_the_head_equal_a_whole_softmax(chunk: int, batc
     kept = batch.kept_counts, batch.kept_ids
     left_out, _ = head_logprobs(hidden, weight, outside.float().argmax(-1), batch_invariant=batch_invariant, kept=kept)
     assert set(left_out[batch.kept_counts > 0].tolist()) == {-torch.inf}
+    gradient = []
+    for looked_up in (batch.token_ids[:, None], torch.stack([outside.float().argmax(-1), batch.token_ids], 1)):
+        w = weight.clone().requires_grad_()
+        head_logprobs(hidden, w, looked_up, **options)[0][:, -1].sum().backward()
+        gradient.append(w.grad)
+    torch.testing.assert_close(*gradient, rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_in_bfloat16_it_is_the_softmax_of_the_rounded_numbers_to_their_rounding(batch_invariant: bool) -> None:
+    """Logits of up to 10 are rounded by up to 1/32 outside of batch_invariant; gradients have 8 bits."""
+    generator = torch.Generator().manual_seed(0)
+    batch = with_kept_sets(replace(random_batch(), loss_mask=torch.ones(random_batch().num_tokens, dtype=torch.bool)))
+    assert batch.kept_counts is not None and batch.kept_ids is not None
+    hidden, weight = (torch.randn(size, 16, generator=generator).bfloat16() for size in (batch.num_tokens, VOCAB))
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    kept = batch.kept_counts, batch.kept_ids
+    ours, entropies = head_logprobs(h, w, batch.token_ids, chunk_tokens=7, batch_invariant=batch_invariant, kept=kept)
+    (ours + entropies).sum().backward()
+    wide_h, wide_w, outside = hidden.float().requires_grad_(), weight.float().requires_grad_(), is_outside(batch)
+    log_p = torch.log_softmax((wide_h @ wide_w.t()).masked_fill(outside, -torch.inf), -1)
+    theirs = log_p.gather(1, batch.token_ids[:, None])[:, 0]
+    (theirs - (log_p.exp() * log_p.masked_fill(outside, 0.0)).sum(-1)).sum().backward()
+    torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-5 if batch_invariant else 0.1)
+    for mine, wide in ((h.grad, wide_h.grad), (w.grad, wide_w.grad)):
+        assert mine is not None and wide is not None and float((mine.float() - wide).norm() / wide.norm()) < 0.02
 
 
 def sampled(learner: LearnerRank, batch: PackedBatch) -> PackedBatch:
@@ -98,12 +125,17 @@ def on_a_rank(rank: int, ranks: int, port: int, folder: Path, split: str, kind: 
     return found
 
 
-@pytest.mark.parametrize("kind", ["staged", "deferred", "shared prompts"])
-@pytest.mark.parametrize("split", [None, "tensor_parallel", "pipeline_parallel"])
+KINDS = list(itertools.product([None, "tensor_parallel", "pipeline_parallel"], ["staged", "deferred", "shared prompts"]))
+
+
+@pytest.mark.parametrize(("split", "kind"), [*KINDS, ("tensor_parallel, batch_invariant", "staged")])
 def test_a_step_equals_autograd_on_a_whole_softmax(tmp_path: Path, split: str | None, kind: str) -> None:
     """A vocabulary of 97 is padded for two tensor-parallel ranks; a set may lie on one of them alone."""
     folder = save_model(tmp_path / "m", tie=split is None, vocab_size=VOCAB + 1)
-    settings = {"learning_rate": 0.0, "clip_grad": 0.0, "tokens_per_microbatch": 150, "logprob_chunk_tokens": 11}
+    settings: dict[str, Any] = {"learning_rate": 0.0, "clip_grad": 0.0, "tokens_per_microbatch": 150, "logprob_chunk_tokens": 11}
+    if split is not None:
+        split, _, mode = split.partition(", ")
+        settings["batch_invariant"] = mode != ""
     if split is None:
         with learner_on(folder, **settings) as learner:
             every = [one_step(learner, kind)]
@@ -130,7 +162,7 @@ def test_a_step_equals_autograd_on_a_whole_softmax(tmp_path: Path, split: str | 
 
 
 def test_any_part_of_a_batch_keeps_its_own_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences in any order, and slices: each token's set is the one that it had."""
+    """Sequences in any order: each token's set is the one that it had. Slices, in which the correction never reads them, have none."""
     batch = with_kept_sets(random_batch())
 
     def sets_of(part: PackedBatch) -> list[list[int]]:
@@ -141,7 +173,11 @@ def test_any_part_of_a_batch_keeps_its_own_sets(tmp_path: Path, monkeypatch: pyt
     whole, order = sets_of(batch), [17, 3, 4, 22, 0]
     assert sets_of(batch.select(order)) == [whole[i] for i in batch.token_index(order).tolist()]
     monkeypatch.setattr("evenkeel.correction.batch.CPU_TOKENS", 60)
-    assert [one for piece in batch_slices(batch) for one in sets_of(piece.of_batch(batch))] == whole
+    slices = [piece.of_batch(batch).validate() for piece in batch_slices(batch)]
+    assert len(slices) > 1 and {(one.kept_counts, one.kept_ids) for one in slices} == {(None, None)}
     with pytest.raises(DataError, match=r"PackedBatch.kept_ids has shape"):
         assert batch.kept_ids is not None
         replace(batch, kept_ids=batch.kept_ids[1:]).validate()
+    for one in ("kept_counts", "kept_ids"):
+        with pytest.raises(DataError, match="Give both, or neither"):
+            replace(batch, **{one: None}).validate()
