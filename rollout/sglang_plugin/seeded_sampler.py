@@ -120,7 +120,7 @@ def kept_sets(probabilities: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Ten
     Returns: ids [R, W] int64, and [R] how many of them are kept: the first ones, at least one; 0 of a row that is not finite.
     """
     limits, width = (top_ps, top_ks, min_ps), min(width, probabilities.shape[-1])
-    ids, counts, is_enough = _listed_sets(probabilities, *(limit[:, None] for limit in limits), width)
+    ids, counts, is_enough = _listed_sets(probabilities, *(limit[:, None] for limit in limits), width=width)
     (rows,) = torch.where(~is_enough)
     if width < probabilities.shape[-1] and len(rows):
         longer, counts[rows] = kept_sets(probabilities[rows], *(limit[rows] for limit in limits), width=8 * width)
@@ -129,7 +129,7 @@ def kept_sets(probabilities: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Ten
     return ids, counts
 
 
-def _listed_sets(probabilities: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _listed_sets(probabilities: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor, *, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """`kept_sets` of what is among the `width` likeliest tokens of each row, and [R] whether nothing can be missing from it."""
     ids = probabilities.topk(width).indices.sort(-1).values
     ordered, places = probabilities.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
