@@ -46,7 +46,9 @@ def context_of(file: str, weights: str, threads: int) -> Any:
         if weights == "float32":
             path = Path(folder) / "float32.gguf"
             widened(Path(file), path)
-        model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+        how = llama.llama_model_default_params()
+        how.use_extra_bufts = weights == "float32"  # with AMX, version 0.3.36 dies of weights of 4 bits (segmentation fault)
+        model = llama.llama_model_load_from_file(str(path).encode(), how)
     settings = llama.llama_context_default_params()
     settings.n_ctx, settings.n_seq_max, settings.kv_unified = CONTEXT, SEQUENCES, True
     settings.n_batch = settings.n_ubatch = 512
