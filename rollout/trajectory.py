@@ -506,6 +506,12 @@ class UnfinishedGroup:
         """Sampled so far."""
         return sum(one.response_tokens for one in self.answers)
 
+    @property
+    def read_tokens(self) -> int:
+        """Read so far, prompts included."""
+        sequences = [one for answer in self.answers for one in answer.sequences]
+        return sum(len(one.prompt_ids) + sum(len(reading.ids) for reading in one.later) for one in sequences)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:

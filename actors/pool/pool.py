@@ -67,6 +67,8 @@ log = logging.getLogger("evenkeel.pool")
 _STARTS = 3
 # Full syncs that a worker gets for an engine that says it is dirty, before it is replaced; counted anew with each finished group.
 _MAX_RESYNCS = 3
+# Tokens that a worker tells a second of what its rollouts with turns have so far: 12 bytes each, some hundred with routes or top-K.
+_TURN_TOKENS_PER_S = 200_000
 _CALL = "a worker's call"
 # Seconds of waiting for further changes in a large pool, times the number of workers: looking through hundreds takes milliseconds.
 _LOOK_S = 2e-5
@@ -322,20 +324,20 @@ class RolloutPool:
         self.lost(worker, await workers.until_worker_lost(worker, limit_s, lambda: len(self.workers), self._recorder.did))
 
     async def _follow_turns(self, worker: WorkerHandle) -> None:
-        """Have a reference to what there is of its groups after their last turns, in case it is lost. One call a second and worker at most;
-        20 a second in a large pool."""
-        what = f"turns so far <- rollout worker {worker.name}"
+        """Have a reference to what there is of its groups after their last turns, in case it is lost. One call a second and worker at most,
+        20 a second in a large pool, and so few that a worker writes no more than some megabytes a second."""
+        what, tokens = f"turns so far <- rollout worker {worker.name}", 0
         while worker.name in self.workers:
             generation = self.generation
             told, turns = worker.actor.turns_so_far.options(num_returns=2).remote(generation)
             try:
-                await wait_for(told, what, deadline_s=TURNS_S + ANSWER_S, notice=log.debug)
+                tokens = await wait_for(told, what, deadline_s=TURNS_S + ANSWER_S, notice=log.debug)
             except (EvenkeelError, RayError):  # what it is worth, its heartbeat says
                 disregard(told, turns)
             else:
                 if generation == self.generation:
                     worker.turns_so_far = turns
-            await asyncio.sleep(max(1.0, len(self.workers) / 20))
+            await asyncio.sleep(max(1.0, len(self.workers) / 20, tokens / _TURN_TOKENS_PER_S))
 
     # -- workers leave ------------------------------------------------------------------------------------------------
 

@@ -223,7 +223,7 @@ class RolloutWorker:
         """What there is of the groups under way whose rollouts have turns, once one has had a turn since the last answer, and at the
         latest after TURNS_S. Others go on from there if this worker is lost. For one caller.
 
-        Returns: how many groups; and what there is by id, which stays in the object store.
+        Returns: how many tokens these are, sampled and read; and what there is by group id, which stays in the object store.
         """
         self._follow(generation)
         with contextlib.suppress(TimeoutError):
@@ -232,7 +232,7 @@ class RolloutWorker:
         while self._verifying:
             await asyncio.wait(self._verifying)
         found = self._sampler.so_far([group_id for group_id in self._groups if self._began_at.get(group_id) == self._spoilt])
-        return len(found), found
+        return sum(one.tokens + one.read_tokens for one in found.values()), found
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
         """Scored answers to each prompt (evaluation), which the book knows nothing of. Raises: as `generate_group`."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import pickle
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ from evenkeel.correction.errors import (
 )
 from evenkeel.engines.weights import digest_of
 from evenkeel.rollout.config import AnswerSampling
+from evenkeel.rollout.continuation import unsampled
 from evenkeel.rollout.sampler import Sampler
-from evenkeel.rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, WorkerLoad
+from evenkeel.rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, UnfinishedGroup, WorkerLoad, ids_of
 from tests.actors.cases import group, prompt
 from tests.actors.pool.started_worker import started_worker
 
@@ -82,8 +84,10 @@ class Slow:
 
     async def turned(self) -> None: ...
 
-    def so_far(self, groups: Iterable[int]) -> dict[int, str]:
-        return dict.fromkeys(groups, "its turns")
+    def so_far(self, groups: Iterable[int]) -> dict[int, UnfinishedGroup]:
+        """Two sampled tokens, and three of a prompt."""
+        begun = replace(unsampled((1, 2, 3), "train/0/0"), response_ids=ids_of([4, 5]))
+        return {group_id: UnfinishedGroup(group_id, (begun,)) for group_id in groups}
 
 
 @pytest.fixture
@@ -259,7 +263,7 @@ def test_what_ran_on_weights_that_arrived_otherwise_is_of_no_version(started: St
         sampler.finish.set()
         assert not (await asyncio.wait({group_of, turns}, timeout=0.05))[0], "its weights are not known yet"
         sampler.engine.compared.set()
-        assert await turns == ((1, {7: "its turns"}) if arrives == {"a": "1"} else (0, {}))
+        assert await turns == ((5, sampler.so_far([7])) if arrives == {"a": "1"} else (0, {}))
         if arrives == {"a": "1"}:
             receipt = await update
             assert receipt.digest == digest_of(arrives) and receipt.load == WorkerLoad(1.0, 2.0, 3, 4)
