@@ -126,6 +126,18 @@ def test_an_environment_is_closed_at_its_end(model: ScriptedModel, tmp_path: Pat
     assert in_a_pool(environment("Closing"), play)
 
 
+def test_a_process_that_was_closed_is_there_again_at_once() -> None:
+    """Who read from the old one is told of its end only after the new one was started, which has done nothing."""
+
+    async def play(pool: EnvironmentPool) -> list[dict[str, str]]:
+        await pool.check(PROMPT)
+        await pool.close()
+        async with pool.opened(task_of(PROMPT, seed=0)) as one:
+            return await one.reset()  # type: ignore[no-any-return]
+
+    assert in_a_pool(environment(), play) == [{"role": "user", "content": PROMPT.text}]
+
+
 def test_an_environment_in_a_process_of_its_own_is_closed_before_that_ends(tmp_path: Path) -> None:
     """Where it is alone because another has taken its process along, and where a start tries one."""
 

@@ -84,22 +84,6 @@ def test_calls_of_one_process_wait_side_by_side() -> None:
     assert [one.reward for one in found] == [float(n) for n in range(8)] * 6
 
 
-def test_processes_that_were_closed_are_there_again_at_once() -> None:
-    """Who read from the old one is told of its end only after the new one was started, which has done nothing."""
-
-    async def run() -> Trajectory:
-        pool = RewardPool(FunctionReward(path="judges:moody", processes=1, at_once=2))
-        try:
-            await pool.check()
-            await pool.close()
-            return await pool.score_one(answered("fine"), asked(worth=2.5))
-        finally:
-            await pool.close()
-
-    one = asyncio.run(run())
-    assert (one.reward, one.error) == (2.5, None)
-
-
 def test_no_more_than_allowed_are_under_way() -> None:
     found = scored("counted", ["x"] * 30, at_once=5)
     assert max(one.reward_components["most"] for one in found) == 5
