@@ -43,7 +43,7 @@ def held_out_tokens(result: Evaluation, prompts: Sequence[Prompt]) -> TokenSampl
         for number in range(trajectory.sequence_count)
     ][:MOST_HELD_OUT]
     ids, turns, versions, sampled, behavior, offsets = [], [], [], [], [], [0]
-    answers = []
+    answers = list[ShownAnswer]()
     for prompt, trajectory, place in pairs:
         sequence = trajectory.sequences[place.sequence]
         if answers and offsets[-1] + sum(len(segment.ids) for segment in sequence.segments) > MOST_TOKENS:
