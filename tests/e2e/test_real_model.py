@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(1800)]
 SMALL = ["groups_per_step=4", "rollout.sampling.samples_per_group=4", "rollout.sampling.max_tokens=16"]
 TRAINED = [*SMALL, "rollout.reward={kind: function, path: 'e2e_reward:vowels'}", "evaluation.every_steps=0", "evaluation.problems=8"]
 """A reward that differs from answer to answer: each group has a gradient."""
+CALCULATOR = RECIPE.with_name("smollm2_calculator.yaml")
 TERMS = ("README.md", "LICENSE", "evenkeel_init.json")
 
 
@@ -82,6 +83,22 @@ def test_a_run_trains_it_and_its_export_is_still_a_chat_model(trained: Run, real
     record = read_record(export)
     assert record is not None and record.source is not None and "Q4_1" in record.source.remark
     assert "Paris" in says(export)
+
+
+def test_turns_are_as_exact_as_single_answers(trained: Run, real_model: Path, tmp_path: Path) -> None:
+    """At the same weights, in float32: each turn goes on from the tokens before it."""
+    words = [
+        *SMALL[:2],
+        "rollout.sampling.max_tokens=96",
+        "steps=1",
+        "checkpoint.every_steps=0",
+        "learner.dtype=float32",
+        "evaluation.problems=8",
+    ]
+    run = run_to_its_end(tmp_path / "run", str(CALCULATOR), f"model={real_model}", f"run_dir={tmp_path / 'run'}", *words, timeout_s=900.0)
+    (line,) = run.metrics()
+    assert line["turns/mean"] > 1.0
+    assert line["mismatch/k3"] <= 2 * trained.metrics()[0]["mismatch/k3"]
 
 
 def test_its_engines_agree_to_the_bit_in_the_true_on_policy_mode(real_model: Path, tmp_path: Path) -> None:
