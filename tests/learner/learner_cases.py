@@ -8,7 +8,7 @@ import multiprocessing as mp
 import os
 import signal
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 from evenkeel.correction.batch import CorrectedBatch, PackedBatch
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.learner.config import LearnerConfig
-from evenkeel.learner.hf.families import HeadShape, family_of
+from evenkeel.learner.hf.families import HeadShape, Rule, family_of
 from evenkeel.learner.learner_rank import LearnerRank
 from evenkeel.learner.model.model import unwrap
 from evenkeel.learner.weights.convert import bind, to_hf
@@ -131,13 +131,30 @@ def masters(learner: LearnerRank) -> dict[str, Tensor]:
     return _by_hf_name(learner, lambda parameter: state_of(parameter)[1]["master"].view_as(parameter))
 
 
-def _by_hf_name(learner: LearnerRank, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    loaded = learner._require()
+def gradient_parts(learner: LearnerRank) -> list[tuple[Rule, Tensor]]:
+    """What this rank has of the gradient, for `joined_parts`."""
+    return _parts(learner, lambda parameter: parameter.main_grad)
+
+
+def joined_parts(of_ranks: Sequence[Sequence[tuple[Rule, Tensor]]], hf_config: Any) -> dict[str, Tensor]:
+    """The whole tensors under HF names. Args: of_ranks: in the order of the ranks, which share each tensor, or have different ones."""
+    parts: dict[Rule, list[Tensor]] = {}
+    for rule, part in itertools.chain(*of_ranks):
+        parts.setdefault(replace(rule, megatron=""), []).append(part)  # a pipeline stage counts its layers from 0
     found: dict[str, Tensor] = {}
-    for rule, parameter in bind(unwrap(loaded.chunks[0]), family_of(loaded.hf_config)):
-        pieces = to_hf(rule, [of(parameter)], HeadShape.of(loaded.hf_config), loaded.hf_config.vocab_size)
+    for rule, of_rule in parts.items():
+        pieces = to_hf(rule, of_rule, HeadShape.of(hf_config), hf_config.vocab_size)
         found |= {name: piece.clone() for name, piece in zip(rule.hf, pieces, strict=True)}
     return found
+
+
+def _by_hf_name(learner: LearnerRank, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    return joined_parts([_parts(learner, of)], learner._require().hf_config)
+
+
+def _parts(learner: LearnerRank, of: Callable[[Any], Tensor]) -> list[tuple[Rule, Tensor]]:
+    loaded = learner._require()
+    return [(rule, of(parameter)) for rule, parameter in bind(unwrap(loaded.chunks[0]), family_of(loaded.hf_config))]
 
 
 def weights(learner: LearnerRank) -> dict[str, Tensor]:

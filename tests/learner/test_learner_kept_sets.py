@@ -19,19 +19,19 @@ from evenkeel.correction.errors import DataError
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.learner_rank import LearnerRank
 from evenkeel.learner.training.logprobs import head_logprobs
-from tests.learner.kept_cases import hf_restricted, is_outside, with_kept_sets
+from tests.learner.kept_cases import as_groups, hf_restricted, is_outside, packed, resumed, with_kept_sets
 from tests.learner.learner_cases import (
     TIS,
     VOCAB,
-    gradients,
+    gradient_parts,
     grouped_batch,
     hf_model,
+    joined_parts,
     largest_difference,
     learner_on,
     random_batch,
     run_ranks,
     save_model,
-    weights,
     with_noisy_behavior,
 )
 
@@ -104,46 +104,60 @@ def sampled(learner: LearnerRank, batch: PackedBatch) -> PackedBatch:
     return replace(batch, proximal_logprobs=proximal.clamp(max=0.0))
 
 
-def one_step(learner: LearnerRank, kind: str) -> dict[str, Any]:
-    """What every forward says, and a step."""
+def drawn(kind: str, folder: Path) -> tuple[PackedBatch, PackedBatch]:
+    """(batch as it reaches the learner, its kept sets as they were drawn)."""
     batch = with_kept_sets(grouped_batch(SHARED, temperature=0.8) if kind == "shared prompts" else random_batch(temperature=0.8))
+    if kind not in ("resume", "hand-back"):
+        return batch, batch
+    groups = as_groups(batch, is_handed_back=kind == "hand-back")
+    return packed(resumed(groups, folder) if kind == "resume" else groups, 0.8), batch
+
+
+def one_step(learner: LearnerRank, batch: PackedBatch, *, is_deferred: bool) -> dict[str, Any]:
+    """What every forward says, and a step."""
     learner.load_reference(learner._require().folder)
     batch = sampled(learner, batch)
     said = learner.logprobs(batch), learner.proximal(batch).logprobs, learner.reference_logprobs(batch)
     assert torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
-    corrected = defer(batch, TIS) if kind == "deferred" else correct(batch, ENTROPIC)
-    result = learner.step(corrected, TIS if kind == "deferred" else ENTROPIC, step=0)
+    corrected = defer(batch, TIS) if is_deferred else correct(batch, ENTROPIC)
+    result = learner.step(corrected, TIS if is_deferred else ENTROPIC, step=0)
     numbers = {"loss": result.loss, "norm": result.grad_norm, "entropy": result.entropy}
-    return {"batch": batch, "logprobs": said[0], "target": result.target_logprobs, "numbers": numbers, "weights": weights(learner)}
+    found = {"batch": batch, "logprobs": said[0], "target": result.target_logprobs, "numbers": numbers}
+    return found | {"gradients": gradient_parts(learner)}
 
 
-def on_a_rank(rank: int, ranks: int, port: int, folder: Path, split: str, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+def on_a_rank(
+    rank: int, ranks: int, port: int, folder: Path, split: str, batch: PackedBatch, is_deferred: bool, settings: dict[str, Any]
+) -> dict[str, Any]:
     learner = LearnerRank(LearnerConfig(**{split: ranks}, **settings), rank, ranks, "127.0.0.1", port)
     learner.load(folder)
-    found = one_step(learner, kind)
+    found = one_step(learner, batch, is_deferred=is_deferred)
     learner.close()
     return found
 
 
-KINDS = list(itertools.product([None, "tensor_parallel", "pipeline_parallel"], ["staged", "deferred", "shared prompts"]))
+KINDS = ["staged", "deferred", "shared prompts", "resume", "hand-back"]
+CASES = itertools.product([None, "tensor_parallel", "pipeline_parallel"], KINDS)
 
 
-@pytest.mark.parametrize(("split", "kind"), [*KINDS, ("tensor_parallel, batch_invariant", "staged")])
+@pytest.mark.parametrize(("split", "kind"), [*CASES, ("tensor_parallel, batch_invariant", "staged")])
 def test_a_step_equals_autograd_on_a_whole_softmax(tmp_path: Path, split: str | None, kind: str) -> None:
-    """A vocabulary of 97 is padded for two tensor-parallel ranks; a set may lie on one of them alone."""
+    """Gradients parameter by parameter. A vocabulary of 97 is padded for two tensor-parallel ranks; a set may lie on one of them alone.
+    After a resume, and where another engine went on with each answer, against the sets as they were drawn."""
     folder = save_model(tmp_path / "m", tie=split is None, vocab_size=VOCAB + 1)
     settings: dict[str, Any] = {"learning_rate": 0.0, "clip_grad": 0.0, "tokens_per_microbatch": 150, "logprob_chunk_tokens": 11}
     if split is not None:
         split, _, mode = split.partition(", ")
         settings["batch_invariant"] = mode != ""
+    reaches, was_drawn = drawn(kind, tmp_path)
     if split is None:
         with learner_on(folder, **settings) as learner:
-            every = [one_step(learner, kind)]
-            ours = gradients(learner)
+            every = [one_step(learner, reaches, is_deferred=kind == "deferred")]
     else:
-        every, ours = run_ranks(on_a_rank, folder, split, kind, settings), {}
+        every = run_ranks(on_a_rank, folder, split, reaches, kind == "deferred", settings)
     model, batch = hf_model(folder), every[0]["batch"]
-    target, entropies = hf_restricted(model, batch)
+    assert torch.equal(batch.token_ids, was_drawn.token_ids) and torch.equal(batch.loss_mask, was_drawn.loss_mask)
+    target, entropies = hf_restricted(model, replace(batch, kept_counts=was_drawn.kept_counts, kept_ids=was_drawn.kept_ids))
     mask = batch.loss_mask
     proximal = target.detach() if kind == "deferred" else batch.proximal_logprobs
     ratio, weight = (target - proximal)[mask].exp(), (proximal - batch.behavior_logprobs)[mask].exp().clamp(max=2.0)
@@ -158,7 +172,7 @@ def test_a_step_equals_autograd_on_a_whole_softmax(tmp_path: Path, split: str | 
         torch.testing.assert_close(found["logprobs"], target.detach(), rtol=0, atol=1e-5)
         torch.testing.assert_close(found["target"], target.detach(), rtol=0, atol=1e-5)
         assert found["numbers"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert not ours or largest_difference(ours, theirs) < 2e-5
+    assert largest_difference(joined_parts([found["gradients"] for found in every], model.config), theirs) < 2e-5
 
 
 def test_any_part_of_a_batch_keeps_its_own_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
