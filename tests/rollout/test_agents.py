@@ -189,7 +189,7 @@ def test_a_task_that_can_t_be_written_down_costs_its_own_rollout(engine_loop: Ba
             async def played(prompt: Prompt) -> Trajectory:
                 return await agents.rollout(prompt, None, AT_ONE).play(Script(encoder, "said").begin)
 
-            found = [await played(replace(PROMPT, metadata={(1, 2): 3}))]
+            found = [await played(replace(PROMPT, metadata={(1, 2): 3}))]  # type: ignore[dict-item]
             with pytest.MonkeyPatch.context() as without:
                 without.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
                 found.append(await played(PROMPT))
