@@ -101,6 +101,9 @@ def bounds_of(config: CorrectionConfig) -> list[dict[str, Any]]:
         add("clip of the objective", objective.ratio, objective.level.value, 1 - objective.clip_low, 1 + objective.clip_high)
     if objective.kind == "geometric_clip":
         add("clip of the objective", objective.ratio, "token", math.exp(-objective.log_clip), math.exp(objective.log_clip))
+    if objective.kind == "prefix_clip":
+        what = f"log of the product over n^{objective.power:g}, n tokens,"
+        add("clip of the objective", objective.ratio, "prefix", -objective.log_low, objective.log_high, what)
     if objective.kind == "score":
         add("coefficient of the objective", objective.ratio, objective.level.value, objective.lower, objective.upper)
     gate = gate_of(objective)

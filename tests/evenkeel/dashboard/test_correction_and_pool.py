@@ -139,6 +139,7 @@ def test_every_preset_s_bounds_are_told(tmp_path: Path) -> None:
             own = {one["part"].split(",")[0] for one in bounds if one["part"].startswith("rejection")}
             assert own == {f"rejection: {criterion.label}" for criterion in config.rejection}
             assert any(one["part"].startswith("veto") for one in bounds) == (config.veto is not None)
+            assert any(one["part"].startswith("clip") for one in bounds) == config.objective.kind.endswith("clip")
             assert any(one["part"].startswith("importance") for one in bounds) == (config.importance.mode in ("truncate", "clip", "mask"))
             assert all(one["lower"] is not None or one["upper"] is not None for one in bounds)
             if config.proximal == "behavior":
