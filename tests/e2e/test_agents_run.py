@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import RECIPE, Run
+from tests.e2e.launch import RECIPE, Run, check_private
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 STEPS, GROUPS, SAMPLES = 4, 4, 4
@@ -45,6 +46,8 @@ def run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     words += [f"groups_per_step={GROUPS}", f"rollout.sampling={{samples_per_group: {SAMPLES}, max_tokens: 80}}"]
     run = Run(folder / "run", str(RECIPE), *words, cwd=folder)
     try:
+        run.wait_until(lambda: bool(run.metrics()), "a step")
+        (folder / "listening.json").write_text(json.dumps(sorted(run.listening())))
         assert run.wait() == 0, run.output()[-4000:]
         yield run
     finally:
@@ -75,3 +78,7 @@ def test_no_key_is_left_and_no_process(run: Run) -> None:
     assert not [key for key in keys if key.encode() in written]
     assert "agent_process" in run.seen_commands
     assert run.orphans(60.0) == []
+
+
+def test_the_door_listens_on_loopback_as_the_page_says(run: Run) -> None:
+    check_private({(name, address) for name, address in json.loads((run.run_dir.parent / "listening.json").read_text())})
