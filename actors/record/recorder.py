@@ -237,6 +237,7 @@ class Recorder:
         self._count(f"pool/failures_total/{kind}")
 
     def replaced_service(self) -> None:
+        self._timeline.forget("service")
         self._count("service/replaced_total")
 
     def note(self, numbers: dict[str, float]) -> None:

@@ -381,12 +381,16 @@ def test_a_resume_takes_back_warnings_of_later_steps(seen: Seen) -> None:
     assert [(line["step"], line["name"], line["value"]) for line in moved] == [(3, "k3_kl", 0.008), (3, "broken_tokens", "inf")]
 
 
-def test_after_a_return_ranks_may_have_another_clock(seen: Seen) -> None:
-    """The node of the first rank 0 was 300 s ahead: by its clock the spans of the second would be drawn 300 s too early."""
+@pytest.mark.parametrize("lane", ["rank-0", "service"])
+def test_a_part_that_comes_after_another_may_have_another_clock(seen: Seen, lane: str) -> None:
+    """The node of the first one was 300 s ahead: by its clock the spans of the second would be drawn 300 s too early."""
     now = time.time()
-    seen.recorder.did(LaneReport("rank-0", now + 300.0, ()))
-    seen.recorder.roll_back({}, 0)
-    seen.recorder.did(LaneReport("rank-0", time.time(), (Span("step", now, now + 1.0),)))
+    seen.recorder.did(LaneReport(lane, now + 300.0, ()))
+    if lane == "service":
+        seen.recorder.replaced_service()
+    else:
+        seen.recorder.roll_back({}, 0)
+    seen.recorder.did(LaneReport(lane, time.time(), (Span("step", now, now + 1.0),)))
     seen.recorder.close()
     (span,) = seen.folder.read_timeline()
     assert now <= span.begin < now + 100.0
