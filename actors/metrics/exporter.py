@@ -1,7 +1,8 @@
 """Prometheus: endpoints of workers, ranks and the driver, and their list, which the driver serves as HTTP service discovery.
 
 Each actor serves its own numbers on a port of its own, with its own registry (nothing global, so that a restarted or doubly
-imported actor starts clean). Role and name of the actor are target labels that discovery attaches; they are not on every metric.
+imported actor starts clean). Run, role and name of the actor are target labels that discovery attaches; they are not on every metric.
+Ray's nodes, whose endpoints are Ray's own, are in the list with the role "ray".
 Listening addresses are 127.0.0.1 unless metrics.bind says otherwise: the pages have no authentication.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -131,8 +132,13 @@ class DiscoveryServer:
     Prometheus asks again every refresh_interval, so that workers that join and leave need no change to its configuration.
     """
 
-    def __init__(self, bind: str = "127.0.0.1", port: int = 0) -> None:
-        """Raises: ConfigError if the address can't be listened on."""
+    def __init__(self, bind: str = "127.0.0.1", port: int = 0, run: str = "", nodes: Callable[[], Mapping[str, str]] = dict) -> None:
+        """Args:
+            run: name of the run, a label of every target.
+            nodes: "host:port" of the nodes' own endpoints -> name of the node, asked each time.
+        Raises: ConfigError if the address can't be listened on.
+        """
+        self._run, self._nodes = run, nodes
         self._targets: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
         self._server = _discovery_at(bind, port, self._handler())
@@ -144,7 +150,7 @@ class DiscoveryServer:
     def register(self, key: str, target: str, labels: Mapping[str, str]) -> None:
         """Add an endpoint ("host:port") under a key, or move the one that had it (a restarted actor has a new port)."""
         with self._lock:
-            self._targets[key] = {"targets": [target], "labels": {name: str(value) for name, value in labels.items()}}
+            self._targets[key] = self._entry(target, labels)
 
     def deregister(self, key: str) -> None:
         """Take an endpoint off the list, if it is there."""
@@ -153,8 +159,12 @@ class DiscoveryServer:
 
     def targets(self) -> list[dict[str, Any]]:
         """The list as Prometheus gets it."""
+        of_ray = [self._entry(target, {"role": "ray", "name": name}) for target, name in self._nodes().items()]
         with self._lock:
-            return list(self._targets.values())
+            return [*self._targets.values(), *of_ray]
+
+    def _entry(self, target: str, labels: Mapping[str, str]) -> dict[str, Any]:
+        return {"targets": [target], "labels": {"run": self._run} | {name: str(value) for name, value in labels.items()}}
 
     def close(self) -> None:
         """Stop serving and free the port."""
@@ -189,10 +199,10 @@ class DriverEndpoint:
         self.workers: dict[str, str] = {}
         """Rollout workers that are up: name -> key in the service discovery."""
 
-    def serve(self, bind: str, discovery_port: int) -> str:
-        """Open both; needs a running Ray. Args: as in MetricsConfig. Returns: URL of the service discovery."""
+    def serve(self, bind: str, discovery_port: int, run: str) -> str:
+        """Open both; needs a running Ray. Args: as in MetricsConfig; name of the run. Returns: URL of the service discovery."""
         address = listen_address(bind)
-        self._discovery = DiscoveryServer(address, discovery_port)
+        self._discovery = DiscoveryServer(address, discovery_port, run, _nodes_of_ray)
         self._open.callback(self._discovery.close)
         self._own = MetricsEndpoint("controller", "0", bind=address)
         self._open.callback(self._own.close)
@@ -250,6 +260,17 @@ def check_addresses(bind: str, discovery_port: int, *, has_cluster: bool) -> Non
 def listen_address(bind: str) -> str:
     """`metrics.bind` as an address: "node" means this node's own, as other nodes reach it."""
     return node_address() if bind == "node" else bind
+
+
+def _nodes_of_ray() -> dict[str, str]:
+    """Where each node of Ray exports its own numbers: memory, disk, object store. Ray itself lists them only where its dashboard runs."""
+    import ray
+
+    try:
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    except Exception:  # its control service is away: the run's own endpoints are listed without it
+        return {}
+    return {f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}": node["NodeName"] for node in nodes if node["Alive"]}
 
 
 def node_address() -> str:

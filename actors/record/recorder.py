@@ -143,7 +143,7 @@ class Recorder:
     def serve(self) -> None:
         """Open the run's endpoint and the service discovery; needs a running Ray."""
         self._clock.start()
-        url = self._endpoint.serve(self._config.metrics.bind, self._config.metrics.discovery_port)
+        url = self._endpoint.serve(self._config.metrics.bind, self._config.metrics.discovery_port, self._folder.path.name)
         self._endpoint.publish(dict.fromkeys(COUNTERS, 0.0) | self._totals)
         self.event("info", f"Prometheus service discovery at {url}")
 

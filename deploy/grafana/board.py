@@ -1,7 +1,8 @@
 """The Grafana board of a run, as code: `make docs` writes evenkeel.json beside this file from it, by Grafana's own package.
 
 A row answers a question. Queries are made of the catalogue's names, and lines at which an alert fires are read from deploy/alerts.yml, so
-that neither can say something else. Ray's own numbers (`ray_...`) come from Ray's endpoints.
+that neither can say something else. Ray's own numbers (`ray_...`) come from Ray's endpoints. A run is told from others by the label `run`
+that its discovery gives to each of its targets: the name of its folder, so that one that was resumed is the same.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def family(name: str) -> str:
 
 
 def _series(metric: Metric) -> str:
-    return f'{metric.prometheus_name}{"_total" * (metric.kind is Kind.COUNTER)}{{instance="$run"}}'
+    return f'{metric.prometheus_name}{"_total" * (metric.kind is Kind.COUNTER)}{{run="$run", role="controller"}}'
 
 
 def plain(title: str, *names: str, alerts: Sequence[str] = (), text: str = "") -> Panel:
@@ -69,7 +70,7 @@ def plain(title: str, *names: str, alerts: Sequence[str] = (), text: str = "") -
 
 def in_engines(name: str, over_ranks: str = "sum") -> str:
     """A metric of the engines, by worker."""
-    return f'{over_ranks} by (name) ({name}{{role="rollout"}})'
+    return f'{over_ranks} by (name) ({name}{{run="$run", role="rollout"}})'
 
 
 def rate(query: str, time: str = "15m") -> str:
@@ -77,6 +78,7 @@ def rate(query: str, time: str = "15m") -> str:
 
 
 _UNBALANCED = " - ".join(of(f"groups/{name}_total") for name in ("admitted", "trained", "discarded")) + f" - {of('groups/outstanding')}"
+_ANSWERS = 'evenkeel_engine_request_seconds_bucket{run="$run"}'
 ROWS: dict[str, list[Panel]] = {
     "Is it learning?": [
         plain("Reward", "reward/mean", "reward/accuracy", "held_out/reward"),
@@ -100,7 +102,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Requests in each engine",
             {"{{name}} runs": in_engines("sglang_num_running_reqs"), "{{name}} waits": in_engines("sglang_num_queue_reqs")},
-            text="Of all runs that this Prometheus sees. Many that wait: the engine is full, and more slots don't help.",
+            text="Many that wait: the engine is full, and more slots don't help.",
         ),
         Panel(
             "KV cache in use, and found in the prefix cache",
@@ -110,10 +112,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "How long an answer takes",
-            {
-                f"{share} of answers": f"histogram_quantile({share}, sum by (le) (rate(evenkeel_engine_request_seconds_bucket[5m])))"
-                for share in ("0.5", "0.95")
-            },
+            {f"{share} of answers": f"histogram_quantile({share}, sum by (le) (rate({_ANSWERS}[5m])))" for share in ("0.5", "0.95")},
             "s",
         ),
     ],
@@ -161,12 +160,20 @@ ROWS: dict[str, list[Panel]] = {
         ),
     ],
     "Is a disk or memory filling?": [
-        Panel("Memory of the run's processes", {"{{role}} {{name}}": 'process_resident_memory_bytes{job="evenkeel"}'}, "bytes"),
+        Panel("Memory of the run's processes", {"{{role}} {{name}}": 'process_resident_memory_bytes{run="$run", role!="ray"}'}, "bytes"),
         Panel(
-            "Memory of the nodes", {"{{instance}}": "ray_node_mem_used / ray_node_mem_total"}, "percentunit", alerts=["EvenkeelMemoryFull"]
+            "Memory of the nodes",
+            {"{{instance}}": 'ray_node_mem_used{run="$run"} / ray_node_mem_total{run="$run"}'},
+            "percentunit",
+            alerts=["EvenkeelMemoryFull"],
         ),
-        Panel("Object store", {"{{instance}} {{Location}}": "sum by (instance, Location) (ray_object_store_memory)"}, "bytes"),
-        Panel("Disk of Ray's session", {"{{instance}}": "ray_node_disk_utilization_percentage"}, "percent", alerts=["EvenkeelDiskFull"]),
+        Panel("Object store", {"{{instance}} {{Location}}": 'sum by (instance, Location) (ray_object_store_memory{run="$run"})'}, "bytes"),
+        Panel(
+            "Disk of Ray's session",
+            {"{{instance}}": 'ray_node_disk_utilization_percentage{run="$run"}'},
+            "percent",
+            alerts=["EvenkeelDiskFull"],
+        ),
         Panel(
             "Writes that the run folder's disk refused", {"in 15 minutes": rate(of("files/failures_total"))}, alerts=["EvenkeelDiskRefuses"]
         ),
@@ -214,7 +221,7 @@ def board() -> str:
     runs = (
         dashboard.QueryVariable("run")
         .label("Run")
-        .query("label_values(evenkeel_step, instance)")
+        .query("label_values(evenkeel_step, run)")
         .datasource(models.DataSourceRef(type_val="prometheus", uid="$source"))
         .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
     )

@@ -21,7 +21,7 @@ PROMTOOL = ROOT / ".tools" / "prometheus" / "promtool"
 
 # Values of series at minutes 0, 1, 2 ... (AxN is N + 1 times A; A+BxN rises by B); and for each alert, at which minutes it fires or not.
 RUN = '{job="evenkeel", instance="a:1", role="controller"}'
-NODE = '{job="ray", instance="n:1"}'
+NODE = '{job="evenkeel", role="ray", instance="n:1"}'
 SERIES = {
     f"evenkeel_monitor_level{RUN}": "0x4 1x3 0x2 2x1 1x16 0x200",  # ok to 4, watch to 8, ok to 11, alarm to 13, watch to 30
     f"evenkeel_steps_skipped_total{RUN}": "0x19 3x200",
@@ -69,7 +69,7 @@ FIRES: dict[str, dict[int, bool]] = {
 }
 # Labels of what fires besides its severity.
 _OF_RUN = {"job": "evenkeel", "instance": "a:1"}
-_OF_NODE = {"job": "ray", "instance": "n:1"}
+_OF_NODE = {"job": "evenkeel", "instance": "n:1"}
 _OTHERS: dict[str, dict[str, str]] = {
     "EvenkeelAlarm": _OF_RUN,
     "EvenkeelWatch": _OF_RUN,

@@ -16,22 +16,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import ray
 import yaml
-from ray.cluster_utils import Cluster
 
 from deploy.grafana.board import BOARD, ROWS, board, threshold
-from evenkeel.actors.metrics.catalogue import CATALOGUE, COUNTERS, Kind, Unit
+from evenkeel.actors.metrics.catalogue import CATALOGUE, COUNTERS, Unit
 from evenkeel.actors.metrics.exporter import DiscoveryServer, MetricsEndpoint
-from evenkeel.actors.metrics.step_metrics import StepMetrics, members
+from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record.run_folder import RunFolder
 from lab.ports import free_port
 from tests.actors.metrics.real_prometheus import ROOT, SCRAPE_S, Ask, needs_prometheus, real_prometheus, until
-from tests.ray_sessions import leave_ray
-
-QUERIES = {f"{panel.title}: {legend}": query for panels in ROWS.values() for panel in panels for legend, query in panel.queries.items()}
-PLAIN = re.compile(r'(evenkeel_\w+)\{instance="\$run"\}')
-BY_NAME = {metric.prometheus_name + "_total" * (metric.kind is Kind.COUNTER): metric for metric in CATALOGUE.values()}
+from tests.deploy.board_queries import PLAIN, QUERIES, wanted
 
 
 def test_the_file_is_what_the_code_makes() -> None:
@@ -73,25 +67,28 @@ def test_each_alert_that_compares_with_a_number_has_its_line() -> None:
 def test_a_panel_has_one_unit() -> None:
     for panels in ROWS.values():
         for panel in panels:
-            names = [found[1] for query in panel.queries.values() if (found := PLAIN.fullmatch(query))]
-            units = {BY_NAME[name].unit for name in names}
+            units = {PLAIN[place].unit for legend in panel.queries if (place := f"{panel.title}: {legend}") in PLAIN}
             assert len(units - {Unit.ONE}) <= 1, (panel.title, units)
 
 
 @needs_prometheus
 def test_each_query_has_a_series_and_the_value_of_metrics_jsonl(tmp_path: Path) -> None:
     """Of a run in which everything has happened that a metric tells of: each metric has a number of its own, so that one query in the place
-    of another shows. Numbers of Ray and of engines alone aren't there (tests/rollout/test_engine_metrics.py)."""
+    of another shows, and so does a number of the other run that this Prometheus sees. Numbers of Ray and of engines alone aren't
+    there (tests/e2e/test_several_workers.py, tests/rollout/test_engine_metrics.py)."""
     names = [metric.name + part for metric in CATALOGUE.values() for part in (_parts(metric.name) if metric.is_family else [""])]
     numbers = {name: index + 0.25 for index, name in enumerate(names) if name != "step"}
-    driver, worker, discovery = MetricsEndpoint("controller", "0"), MetricsEndpoint("rollout", "0"), DiscoveryServer()
+    driver, worker, other = (MetricsEndpoint(role, "0") for role in ("controller", "rollout", "controller"))
+    discovery = DiscoveryServer(run="one")
     try:
         for one in (driver, worker):
-            discovery.register(f"{one.labels['role']}-0", one.target, one.labels)
+            discovery.register(one.target, one.target, one.labels)
+        discovery.register(other.target, other.target, {**other.labels, "run": "other"})
+        other.publish(dict.fromkeys(names, 7e6))
         with RunFolder.create(tmp_path / "run", "x") as folder, real_prometheus(discovery.url, tmp_path) as ask:
             folder.write_text("config.yaml", "steps: 10\n")
             driver.publish(dict.fromkeys(COUNTERS, 0.0) | {"step": 1})
-            assert until(lambda: bool(ask("evenkeel_step"))), "scraped once with all counters at 0"
+            assert until(lambda: len(ask("evenkeel_step")) == 2), "scraped once with all counters at 0"
             folder.append_metrics(metrics := StepMetrics(2, numbers))
             driver.publish(metrics)
             at = 0.0
@@ -99,35 +96,14 @@ def test_each_query_has_a_series_and_the_value_of_metrics_jsonl(tmp_path: Path) 
             def is_scraped() -> bool:
                 nonlocal at
                 at = time.time() - 2 * SCRAPE_S  # no scrape of that time is under way any more: a late one can't take a series away
-                return [value for _, value in ask("sum(up)", at) + ask("evenkeel_step", at)] == [2.0, 2.0]
+                return [value for _, value in ask("sum(up)", at) + ask('evenkeel_step{run="one"}', at)] == [3.0, 2.0]
 
             assert until(is_scraped)
             (line,) = folder.read_metrics()
-            _compare(partial(ask, at=at), driver.target, line)
+            _compare(partial(ask, at=at), line)
     finally:
-        for server in (driver, worker, discovery):
+        for server in (driver, worker, other, discovery):
             server.close()
-
-
-@pytest.mark.slow
-@needs_prometheus
-def test_a_real_ray_has_the_numbers_that_are_asked_of_it(tmp_path: Path) -> None:
-    """By the board, and by the alerts: their rules without the comparison."""
-    rules = [rule["expr"] for group in yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
-    asked = {query for query in [*QUERIES.values(), *(rule.partition(" > ")[0] for rule in rules)] if "ray_" in query}
-    assert len(asked) >= 5
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    discovery = DiscoveryServer()
-    try:
-        ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
-        (node,) = ray.nodes()
-        discovery.register("ray-0", f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}", {"role": "ray", "name": "0"})
-        with real_prometheus(discovery.url, tmp_path) as ask:
-            assert until(lambda: all(ask(query) for query in asked), 120.0), {query: len(ask(query)) for query in asked}
-    finally:
-        leave_ray()
-        cluster.shutdown()
-        discovery.close()
 
 
 def _parts(family: str) -> list[str]:
@@ -136,24 +112,23 @@ def _parts(family: str) -> list[str]:
     return [part for part in (*metric.members.split("|"), "0", "1", "1_token_rho") if part and metric.has_member(part)]
 
 
-def _compare(ask: Ask, instance: str, line: StepMetrics) -> None:
-    compared, without = 0, []
+def _compare(ask: Ask, line: StepMetrics) -> None:
+    without = []
     for place, query in QUERIES.items():
-        found = ask(query.replace("$run", instance))
+        found = ask(query.replace("$run", "one"))
         if not found:
             without.append(query)
-        if plain := PLAIN.fullmatch(query):
-            metric = BY_NAME[plain[1]]
-            wanted = members(line, metric.name).values() if metric.is_family else [line[metric.name]]
-            assert sorted(value for _, value in found) == sorted(wanted), place
-            compared += 1
+        if place in PLAIN:
+            assert sorted(value for _, value in found) == wanted(place, line) != [], place
         elif query.startswith("increase("):
             assert all(value > 0 for _, value in found), place
     assert without and all(re.search("ray_node_|ray_object_|sglang_|_engine_", query) for query in without)
-    assert compared >= 40
+    assert len(PLAIN) >= 40
+    (memory,) = (query for query in QUERIES.values() if query.startswith("process_resident_memory_bytes"))
+    assert [labels["run"] for labels, _ in ask(memory.replace("$run", "one"))] == ["one", "one"]
     books = [line[f"groups/{name}_total"] for name in ("admitted", "trained", "discarded")]
     (balance,) = (query for query in QUERIES.values() if query.count(" - ") == 3)
-    assert ask(balance.replace("$run", instance))[0][1] == books[0] - books[1] - books[2] - line["groups/outstanding"]
+    assert ask(balance.replace("$run", "one"))[0][1] == books[0] - books[1] - books[2] - line["groups/outstanding"]
 
 
 @needs_prometheus
@@ -177,7 +152,7 @@ def test_the_script_starts_prometheus_on_loopback_and_takes_it_along_when_it_end
                 return set()
 
         try:
-            assert until(lambda: jobs() == {"evenkeel", "ray"} and (tmp_path / "paths").exists() == has_grafana)
+            assert until(lambda: jobs() == {"evenkeel"} and (tmp_path / "paths").exists() == has_grafana)
         finally:
             script.send_signal(signal.SIGTERM)
         told = script.stdout.read() if script.stdout else ""

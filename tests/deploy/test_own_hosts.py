@@ -106,8 +106,8 @@ def _play(cluster: OwnCluster, story: Story, model: Path, folder: Path) -> None:
     )  # fmt: skip
     story.placed = _where(cluster)
     if PROMETHEUS.exists():
-        with _prometheus(folder, discovery, cluster.temp) as ask:
-            workers, ray_nodes = 'evenkeel_rollout_generated_tokens_total{role="rollout"}', 'up{job="ray"} == 1'
+        with _prometheus(folder, discovery) as ask:
+            workers, ray_nodes = 'evenkeel_rollout_generated_tokens_total{role="rollout"}', 'up{role="ray"} == 1'
             until(lambda: set(ask(workers)) == set(ADDRESSES) <= set(ask(ray_nodes)), "both hosts in Prometheus", 600.0)
             story.scraped = {"workers": ask(workers), "ray": ask(ray_nodes)}
     cluster.job("stop", "first", timeout_s=900.0)
@@ -152,10 +152,10 @@ def _workers(line: dict[str, Any]) -> set[str]:
 
 
 @contextlib.contextmanager
-def _prometheus(folder: Path, discovery: int, ray_temp: Path) -> Iterator[Any]:
-    """A real one with the shipped configuration, but for the port and for Ray's folder; gives {host: value} of a query."""
+def _prometheus(folder: Path, discovery: int) -> Iterator[Any]:
+    """A real one with the shipped configuration, but for the port; gives {host: value} of a query."""
     shipped = (ROOT / "deploy" / "prometheus.yml").read_text()
-    config = yaml.safe_load(shipped.replace("/tmp/ray/", f"{ray_temp}/").replace("127.0.0.1:9400", f"{ADDRESSES[0]}:{discovery}"))
+    config = yaml.safe_load(shipped.replace("127.0.0.1:9400", f"{ADDRESSES[0]}:{discovery}"))
     config |= {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "rule_files": []}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     (port,) = free_ports(1)

@@ -150,7 +150,7 @@ def is_up(cluster: RunningCluster) -> bool:
 
 def scraped_roles(run_dir: Path) -> tuple[set[str], set[str]]:
     """Roles of the actors in the service discovery at this moment, and those of them whose page has metrics of ours."""
-    targets = _targets(run_dir)
+    targets = [target for target in _targets(run_dir) if target["labels"]["role"] != "ray"]  # a node's page is Ray's
     return {target["labels"]["role"] for target in targets}, set[str]().union(*map(_scrape, targets))
 
 

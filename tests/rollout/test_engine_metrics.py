@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.grafana.board import ROWS
 from evenkeel.actors.metrics.exporter import DiscoveryServer, MetricsEndpoint
 from lab.background_loop import BackgroundLoop
 from tests.actors.metrics.real_prometheus import TOOLS, needs_prometheus, real_prometheus, until
+from tests.deploy.board_queries import QUERIES
 
 pytestmark = pytest.mark.engine
 OF_ENGINES = r"sglang_\w+|evenkeel_engine_\w+"
@@ -80,12 +80,6 @@ def test_a_worker_has_two_hundred_series_of_its_engine_which_nobody_else_has(end
     )
 
 
-def test_the_board_asks_for_what_an_engine_has(endpoint: MetricsEndpoint) -> None:
-    queries = [query for panels in ROWS.values() for panel in panels for query in panel.queries.values()]
-    asked = {name for query in queries for name in re.findall(OF_ENGINES, query)}
-    assert len(asked) >= 5 and asked <= {name for name, _ in samples(endpoint)}
-
-
 @needs_prometheus
 def test_promtool_finds_nothing_to_say_about_them(endpoint: MetricsEndpoint) -> None:
     checked = subprocess.run([TOOLS / "promtool", "check", "metrics"], input=page(endpoint), capture_output=True, text=True, check=False)
@@ -96,10 +90,14 @@ def test_promtool_finds_nothing_to_say_about_them(endpoint: MetricsEndpoint) -> 
 def test_a_real_prometheus_knows_whose_engine_it_is(
     endpoint: MetricsEndpoint, shared_engine: Any, engine_loop: BackgroundLoop, tmp_path: Path
 ) -> None:
-    discovery = DiscoveryServer()
+    """And answers each query of the board about engines with one series of it."""
+    discovery = DiscoveryServer(run="one")
     discovery.register("rollout-7", endpoint.target, endpoint.labels)
     with real_prometheus(discovery.url, tmp_path) as ask:
         sample(shared_engine, engine_loop, 1)
         wanted = samples(endpoint)["sglang_per_stage_req_latency_seconds_count", "prefill_forward"]
         assert until(lambda: [(one["role"], one["name"], value) for one, value in ask(DECODED)] == [("rollout", "7", wanted)])
+        asked = [query.replace("$run", "one") for query in QUERIES.values() if re.search(OF_ENGINES, query)]
+        assert len(asked) >= 6 and until(lambda: all(len(ask(query)) == 1 for query in asked)), {query: ask(query) for query in asked}
+        assert {one.get("name", "7") for query in asked for one, _ in ask(query)} == {"7"}
     discovery.close()

@@ -36,7 +36,7 @@ def endpoint() -> Iterator[MetricsEndpoint]:
 
 @pytest.fixture
 def discovery() -> Iterator[DiscoveryServer]:
-    discovery = DiscoveryServer()
+    discovery = DiscoveryServer(run="one")
     yield discovery
     discovery.close()
 
@@ -112,7 +112,7 @@ def test_discovery_lists_who_is_there(discovery: DiscoveryServer) -> None:
     discovery.register("rollout-0", "127.0.0.1:3", {"role": "rollout", "name": "0"})  # restarted, on another port
     discovery.deregister("rollout-1")
     discovery.deregister("never-there")
-    assert json.loads(fetch(discovery.url)) == [{"targets": ["127.0.0.1:3"], "labels": {"role": "rollout", "name": "0"}}]
+    assert json.loads(fetch(discovery.url)) == [{"targets": ["127.0.0.1:3"], "labels": {"role": "rollout", "name": "0", "run": "one"}}]
 
 
 def test_who_hangs_up_before_the_answer_leaves_no_traceback(discovery: DiscoveryServer, capfd: pytest.CaptureFixture[str]) -> None:
