@@ -49,6 +49,7 @@ def deploy(
     namespace: Annotated[
         str, typer.Option(metavar="NAME", help="With --kuberay, the namespace of all that is printed; Prometheus finds the run by it.")
     ] = _NAMESPACE,
+    cluster_alone: Annotated[bool, typer.Option("--cluster", help="With --kuberay, the cluster without a run (RayCluster).")] = False,
     hosts: Annotated[
         list[str] | None, typer.Option("--host", metavar="ADDRESS", help="With --local, once for each host; the first is the head.")
     ] = None,
@@ -56,8 +57,9 @@ def deploy(
 ) -> None:
     """Print what is asked for to run a recipe: YAML for `kubectl apply -f -` or `ray up`, or a script for `sbatch`.
 
-    --kuberay: a RayJob with its cluster (head, learner, rollouts), the recipe as a ConfigMap, and a Service, PodMonitor and ScrapeConfig
-    for the Prometheus operator. --aws and --local: a cluster, to which `ray job submit` brings the run. --slurm: a cluster and its run.
+    --kuberay: a RayJob with its cluster (head, learner, rollouts), or with --cluster that cluster as a RayCluster, the recipe as a
+    ConfigMap, and a Service, PodMonitor and ScrapeConfig for the Prometheus operator. --aws and --local: a cluster, to which `ray job
+    submit` brings the run. --slurm: a cluster and its run.
     Numbers of nodes, memory, shared memory and object store are those that `evenkeel plan` counts; the resource that workers ask for,
     ports, grace and waiting times are the run's own (deploy/README.md).
     """
@@ -79,6 +81,8 @@ def deploy(
         raise ConfigError(
             "evenkeel deploy takes --image, --volume and --mount with --kuberay and --aws alone: other hosts have code and folders there"
         )
+    if cluster_alone and not kuberay_is_meant:
+        raise ConfigError("evenkeel deploy takes --cluster with --kuberay alone: --aws and --local print a cluster without a run anyway")
     if namespace != _NAMESPACE and not kuberay_is_meant:
         raise ConfigError("evenkeel deploy takes --namespace with --kuberay alone: it is one of Kubernetes")
     kind = Gpus.parse(gpus)
@@ -92,7 +96,8 @@ def deploy(
         raise ConfigError(str(next(one for one in found if one.severity == "fail")))
     config, facts = found
     if kuberay_is_meant:
-        text = as_yaml(kuberay(config, as_recipe(given), facts.shape, kind, image=image, claim=volume, mount=mount, namespace=namespace))
+        where = {"image": image, "claim": volume, "mount": mount, "namespace": namespace}
+        text = as_yaml(kuberay(config, as_recipe(given), facts.shape, kind, **where, with_job=not cluster_alone))
     elif aws_is_meant:
         text = as_yaml([aws(config, facts.shape, kind, image=image, volume=volume, mount=mount)])
     elif local_is_meant:

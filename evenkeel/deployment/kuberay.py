@@ -1,4 +1,5 @@
-"""What Kubernetes is asked for to run a recipe: a RayJob for KubeRay (1.6 or newer), and what lets the Prometheus operator find the run.
+"""What Kubernetes is asked for to run a recipe: a RayJob or a RayCluster for KubeRay (1.6 or newer), and what lets the Prometheus operator
+find the run.
 
 Ranks and engines get pods of their own. The learner's are there from the beginning, since no step is made without them; those of engines
 come and go with the pool where it follows the load, down to none.
@@ -49,9 +50,18 @@ _END_S = 20.0  # the end of an engine
 
 
 def kuberay(
-    config: RunConfig, recipe: Mapping[str, Any], shape: ModelShape, gpus: Gpus, *, image: str, claim: str, mount: str, namespace: str
+    config: RunConfig,
+    recipe: Mapping[str, Any],
+    shape: ModelShape,
+    gpus: Gpus,
+    *,
+    image: str,
+    claim: str,
+    mount: str,
+    namespace: str,
+    with_job: bool = True,
 ) -> list[Any]:
-    """Documents for `kubectl apply`: the recipe, the RayJob, and what Prometheus needs to find both.
+    """Documents for `kubectl apply`: the recipe, the RayJob or RayCluster, and what Prometheus needs to find run and Ray.
 
     Args:
         config: with devices, types and deadlines.
@@ -60,26 +70,31 @@ def kuberay(
         image: that deploy/Dockerfile builds.
         claim: PersistentVolumeClaim (ReadWriteMany) with the run folder and the model; mount: where all pods see it.
         namespace: of all that is asked for; Prometheus, which usually is in another, finds the run by it.
+        with_job: the run is started, and its cluster ends with it; otherwise it is the cluster alone.
     Raises: ConfigError for a recipe that such pods can't run.
     """
     refuse_shared_gpus(config)
     refuse_narrow(config, gpus)
     refuse_elsewhere(config, mount)
     name = name_of(config)
-    train = f"evenkeel train {_RECIPE} --retries 3 {JOINED}"
+    cluster = _cluster(config, shape, gpus, name, image, claim, mount)
     job = {
-        "entrypoint": train,
+        "entrypoint": f"evenkeel train {_RECIPE} --retries 3 {JOINED}",
         "runtimeEnvYAML": yaml.safe_dump({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s(config))}}),
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 600,
-        "rayClusterSpec": _cluster(config, shape, gpus, name, image, claim, mount),
+        "rayClusterSpec": cluster,
     }
     of_run = {_LABEL: name}
     head = {**of_run, "ray.io/node-type": "head"}
     discovery = {"name": "discovery", "port": DISCOVERY, "targetPort": DISCOVERY}
     url = f"http://{name}-metrics.{namespace}.svc:{DISCOVERY}/sd"
-    scraped = {"httpSDConfigs": [{"url": url, "refreshInterval": "15s"}], "jobName": "evenkeel"}
-    of_ray = {"selector": {"matchLabels": of_run}, "podMetricsEndpoints": [{"port": "metrics", "interval": "15s"}]}
+    # Ray's numbers come by its pods, with the run's label, and not a second time by the driver's list.
+    not_ray = {"sourceLabels": ["role"], "regex": "ray", "action": "drop"}
+    scraped = {"httpSDConfigs": [{"url": url, "refreshInterval": "15s"}], "jobName": "evenkeel", "relabelings": [not_ray]}
+    labels = {"run": PurePosixPath(str(config.run_dir)).name, "role": "ray"}
+    labelled = [{"targetLabel": label, "replacement": value} for label, value in labels.items()]
+    of_ray = {"selector": {"matchLabels": of_run}, "podMetricsEndpoints": [{"port": "metrics", "interval": "15s", "relabelings": labelled}]}
     text = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
 
     def document(api: str, kind: str, name: str, **rest: Any) -> dict[str, Any]:
@@ -87,7 +102,7 @@ def kuberay(
 
     return [
         document("v1", "ConfigMap", f"{name}-recipe", data={_RECIPE.name: text}),
-        document("ray.io/v1", "RayJob", name, spec=job),
+        document("ray.io/v1", "RayJob", name, spec=job) if with_job else document("ray.io/v1", "RayCluster", name, spec=cluster),
         document("v1", "Service", f"{name}-metrics", spec={"selector": head, "ports": [discovery]}),
         document("monitoring.coreos.com/v1", "PodMonitor", f"{name}-ray", spec=of_ray),
         document("monitoring.coreos.com/v1alpha1", "ScrapeConfig", name, spec=scraped),

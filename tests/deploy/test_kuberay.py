@@ -77,8 +77,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "PodMonitor": {"selector": "Selector", "podMetricsEndpoints": "list of PodEndpoint", "jobLabel": str},
     "Selector": {"matchLabels": "strings"},
-    "PodEndpoint": {"port": str, "interval": str, "path": str},
-    "ScrapeConfig": {"httpSDConfigs": "list of HttpDiscovery", "jobName": str, "scrapeInterval": str},
+    "PodEndpoint": {"port": str, "interval": str, "path": str, "relabelings": "list of Relabelling"},
+    "ScrapeConfig": {"httpSDConfigs": "list of HttpDiscovery", "jobName": str, "scrapeInterval": str, "relabelings": "list of Relabelling"},
+    "Relabelling": {"sourceLabels": list, "regex": str, "action": str, "targetLabel": str, "replacement": str},
     "HttpDiscovery": {"url": str, "refreshInterval": str},
 }
 
@@ -252,5 +253,13 @@ def test_the_command_prints_one_file_for_a_model_that_is_here(tmp_path: Path) ->
     answer = CliRunner().invoke(app, words, catch_exceptions=False)
     found = list(yaml.safe_load_all(answer.stdout))
     assert answer.exit_code == 0 and of_kind(found, "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["groupName"] == "learner"
+    alone = list(yaml.safe_load_all(CliRunner().invoke(app, [*words, "--cluster"], catch_exceptions=False).stdout))
+    check(cluster := of_kind(alone, "RayCluster"))
+    assert (
+        cluster["spec"] == of_kind(found, "RayJob")["spec"]["rayClusterSpec"]
+        and cluster["metadata"] == of_kind(found, "RayJob")["metadata"]
+    )
+    rest = [[one for one in documents if not one["kind"].startswith("Ray")] for documents in (alone, found)]
+    assert rest[0] == rest[1] and len(alone) == len(found), "the recipe, and what Prometheus needs, as with a job"
     with pytest.raises(ConfigError, match="--kuberay and --aws need --image and --volume"):
         CliRunner().invoke(app, words[:-6], catch_exceptions=False)

@@ -256,6 +256,7 @@ def test_a_slurm_job_offers_the_resource_that_the_run_asks_for() -> None:
         (("--local", "--host", "10.0.0.1", "--image", "x"), "takes --image, --volume and --mount with --kuberay and --aws alone"),
         (("--slurm", "--mount", "/data"), "takes --image, --volume and --mount with --kuberay and --aws alone"),
         (("--slurm", "--namespace", "runs"), "takes --namespace with --kuberay alone"),
+        (("--slurm", "--cluster"), "takes --cluster with --kuberay alone"),
         (("--slurm", "--gpus", "H200x8x4"), "--gpus H200x8x4: evenkeel deploy counts the nodes itself, from the recipe. Write H200x8"),
     ],
 )
