@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -385,6 +388,14 @@ def _summary_text(summary: RunSummary, folder: RunFolder, report: Path | None, *
     if report is not None:
         lines.append(f"report:      {report}")
     if summary.stopped_early and checkpoints and summary.steps < steps:
-        lines.append(f"to go on:    evenkeel train --resume {folder.path}")
-    lines.append(f"to look:     evenkeel dashboard {folder.path}")
+        lines.append(f"to go on:    {_program()} train --resume {folder.path}")
+    lines.append(f"to look:     {_program()} dashboard {folder.path}")
     return "\n".join(lines)
+
+
+def _program() -> str:
+    """What starts evenkeel in the user's shell: after `make train` it is in .venv/bin, which is on no PATH."""
+    beside = Path(sys.executable).with_name("evenkeel")
+    if shutil.which("evenkeel") is not None or not beside.exists():
+        return "evenkeel"
+    return shlex.quote(os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside))

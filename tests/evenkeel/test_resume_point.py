@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -237,6 +239,25 @@ def test_at_the_last_step_a_resume_does_what_is_left(
     assert f"{said}. Add steps=102 to train on" in capsys.readouterr().out and folder.read_events()[-1].text == said
     assert left_after_training(folder, 2) == () and (folder.report_path.read_text() == "as it was") == (lacks == "nothing")
     RunFolder.open(folder.path).close()  # it was given back
+
+
+@pytest.mark.skipif(not Path(sys.executable).with_name("evenkeel").exists(), reason="evenkeel isn't installed beside this Python")
+def test_the_last_line_opens_the_page_in_a_shell_that_does_not_know_evenkeel(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the one in which `make train` was typed."""
+    give_words(folder, "steps=2")
+    folder.append_evaluation(StepMetrics(2))
+    folder.write_text("report.html", "as it was")
+    folder.close()
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    train_run(None, [], folder.path)
+    label, _, command = capsys.readouterr().out.splitlines()[-1].partition(":")
+    with subprocess.Popen(["sh", "-c", f"exec {command}"], stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout is not None
+        name, _, address = shell.stdout.readline().partition(": ")
+        shell.terminate()
+    assert (label, name) == ("to look", "run") and address.startswith("http://127.0.0.1:")
 
 
 def test_the_same_model_by_another_way_is_no_other_model(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
