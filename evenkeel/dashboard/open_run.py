@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from evenkeel.actors.metrics.step_metrics import StepMetrics
 from evenkeel.actors.record.run_folder import RunFolder
+from evenkeel.correction.errors import counted
 from evenkeel.dashboard.columns import StepColumns
 
 # Bytes before the place up to which a file was read: where they are others now, it was cut and has grown again.
@@ -84,6 +86,8 @@ class Spans:
         """Place in `kinds`."""
         self.kinds: list[tuple[str, str, str]] = []
         """Lane, what, and why (empty: not told)."""
+        self.left_out = 0
+        """Lines that are no spans."""
         self._places: dict[tuple[str, str, str], int] = {}
 
     def read(self) -> None:
@@ -94,8 +98,9 @@ class Spans:
             try:
                 span = _SPANS.decode(line)
             except msgspec.MsgspecError:
-                continue
-            if not 0 <= span.begin <= span.end < 1e11:
+                span = None
+            if span is None or not 0 <= span.begin <= span.end < 1e11:
+                self.left_out += 1
                 continue
             kind = span.lane, span.what, span.why or ""
             if (place := self._places.get(kind)) is None:
@@ -121,7 +126,7 @@ class OpenRun:
         self._config: dict[str, Any] = {}
         self._config_state: tuple[int, int] | None = None
         self._lines, self._steps = GrowingLines(self.folder.metrics_path), StepColumns(wanted=wanted)
-        self._wanted = wanted
+        self._wanted, self._no_steps, self._no_evaluations = wanted, 0, 0
         self._spans = Spans(self.folder.timeline_path)
         assert self.config is not None
 
@@ -144,10 +149,12 @@ class OpenRun:
         """All numbers of all steps up to now."""
         with self.lock:
             if self._lines.is_cut():
-                self._steps = StepColumns(wanted=self._wanted)
+                self._steps, self._no_steps = StepColumns(wanted=self._wanted), 0
             for line in self._lines.new():
-                with suppress(*_NOT_OURS):  # torn, or another's
+                try:
                     self._steps.add_line(line)
+                except _NOT_OURS:  # torn, or another's
+                    self._no_steps += 1
             return self._steps
 
     @property
@@ -157,10 +164,31 @@ class OpenRun:
             self._spans.read()
             return self._spans
 
+    @property
+    def evaluations(self) -> list[StepMetrics]:
+        """All held-out evaluations up to now, in order of their steps."""
+        with self.lock:
+            lines = sum(1 for _ in GrowingLines(self.folder.evaluations_path).new())
+            found = self.folder.read_evaluations()
+            self._no_evaluations = lines - len(found)
+            return found
+
+    @property
+    def left_out(self) -> list[str]:
+        """Of the lines of steps and evaluations, as they were read last, those that can't be: a sentence for each file that has any."""
+        folder = self.folder
+        return [*lines_left_out(self._no_steps, folder.metrics_path), *lines_left_out(self._no_evaluations, folder.evaluations_path)]
+
     def pulse(self) -> str:
         """Something else whenever the run has written."""
         names = ("metrics.jsonl", "evaluations.jsonl", "monitor.jsonl", "events.log", "timeline.jsonl", "config.yaml", "scatter.npz")
         return "-".join(f"{size:x}.{changed:x}" for size, changed in (_state(self.folder.path / name) for name in names))
+
+
+def lines_left_out(lines: int, path: Path) -> list[str]:
+    """A sentence that says so of a file's damaged lines, if it has any."""
+    said = f"{path} has {counted(lines, 'line')} that can't be read, damaged or another program's: the page leaves out what they say."
+    return [said] if lines > 0 else []
 
 
 def _state(path: Path) -> tuple[int, int]:

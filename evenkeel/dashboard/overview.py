@@ -27,8 +27,9 @@ _STEP = re.compile(r"^step (\d+)\b|\bafter (\d+) steps?\b|\bstep_(\d{6,})\b")
 
 def overview(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
     """Args: asked: `from` and `to`, the steps that are drawn (all of them); `more`, names of further metrics, with commas between."""
-    steps, config, left_out = run.steps, run.config, list[str]()
-    evaluations, events, warnings = run.folder.read_evaluations(), run.folder.read_events(), run.folder.read_monitor_events()
+    steps, config, evaluations = run.steps, run.config, run.evaluations
+    left_out = run.left_out
+    events, warnings = run.folder.read_events(), run.folder.read_monitor_events()
     usual = usual_mismatch_of(run.folder)
     shown = slice_of(asked)
     own = [_own_curve(name) for name in asked.get("more", "").split(",") if name in steps.names]

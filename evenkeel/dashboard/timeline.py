@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from evenkeel.actors.record.timeline import lane_order
-from evenkeel.dashboard.open_run import OpenRun
+from evenkeel.dashboard.open_run import OpenRun, lines_left_out
 
 MOST_SPANS = 4000
 """Spans that go to the browser; where there are more, those of one kind that follow each other closely are one."""
@@ -24,8 +24,9 @@ BOOK = "book"
 def timeline(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
     """Args: asked: `begin` and `end`, unix times of the part that is shown; `group`: one that is followed."""
     spans = run.spans
+    left_out = lines_left_out(spans.left_out, run.folder.timeline_path)
     if not len(spans.begin):
-        return {"lanes": [], "whole": None, "spans": []}
+        return {"lanes": [], "whole": None, "spans": [], "left_out": left_out}
     begin, end = np.array(spans.begin), np.array(spans.end)
     kind, version, group = np.array(spans.kind), np.array(spans.version), np.array(spans.group)
     whole = float(begin.min()), max(float(end.max()), float(begin.min()) + _SHORTEST_S)
@@ -49,6 +50,7 @@ def timeline(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
         "merged_s": shortest_s,
         "busy": [_busy(lane, *known) for lane in lanes if lane != BOOK],
         "queued": _queued(*known),
+        "left_out": left_out,
     }
 
 

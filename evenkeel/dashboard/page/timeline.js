@@ -9,7 +9,8 @@ const OTHER = ["other", "--c6"];
 const ROWS = 4;  // of a lane; what doesn't find room in them is counted in one more
 
 VIEWS.timeline = async (root, query, start) => {
-  const {lanes, whole, part, spans, merged_s, busy, queued} = await get("timeline", {run: query.run, begin: query.begin, end: query.end, group: query.group});
+  const {lanes, whole, part, spans, merged_s, busy, queued, left_out} = await get("timeline", {run: query.run, begin: query.begin, end: query.end, group: query.group});
+  root.append(...left_out.map((text) => el("p", {className: "refusal"}, text)));
   if (!whole) {
     root.append(el("p", {className: "soft"}, "There is no timeline yet. A run writes timeline.jsonl from its start on."));
     return;
@@ -108,7 +109,7 @@ VIEWS.timeline = async (root, query, start) => {
 
   const share = (value) => (value > 0 && value < 0.001 ? "< 0.1%" : percent(value));
   const own = spans.filter((span) => group !== null && isOwn(span));
-  if (group !== null) root.append(section(`Group ${group}, from its admission to its step`, own.length ? el("div", {className: "card", id: "followed"},
+  if (group !== null) root.append(section(`Group ${group}, from its sampling to its step`, own.length ? el("div", {className: "card", id: "followed"},
     table(["from", "to", "seconds", "lane", "what", "version"], own.map((span) => [since(span.begin), since(span.end), (span.end - span.begin).toFixed(3), span.lane,
       span.what + (span.why ? ` (${visible(span.why)})` : ""), span.version ?? ""]), [0, 1, 2]),
     el("p", {}, el("button", {id: "its-tokens", onclick: () => go({step: trained === undefined ? null : trained + 1}, "tokens")}, "tokens of its step"))) : el("p", {className: "soft"}, "No span of this group is in the timeline.")));

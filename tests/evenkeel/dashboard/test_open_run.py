@@ -16,6 +16,7 @@ from evenkeel.dashboard.columns import StepColumns
 from evenkeel.dashboard.open_run import OpenRun
 from evenkeel.dashboard.overview import overview
 from evenkeel.dashboard.server import json_bytes
+from evenkeel.dashboard.timeline import timeline
 from tests.evenkeel.dashboard.made_runs import CONFIG, made, numbers
 
 
@@ -27,7 +28,7 @@ def rewards(run: OpenRun) -> list[tuple[int, float]]:
 def test_what_has_come_since_is_added_and_what_a_resume_took_back_is_gone(tmp_path: Path) -> None:
     with made(tmp_path, steps=5) as folder:
         run = OpenRun(folder.path)
-        assert [step for step, _ in rewards(run)] == [1, 2, 3, 4, 5]
+        assert [step for step, _ in rewards(run)] == [1, 2, 3, 4, 5] and overview(run, {})["left_out"] == []
         with folder.metrics_path.open("a") as file:
             file.write('{"step": 6, "reward/mean": 0.2')  # being written
         assert len(rewards(run)) == 5
@@ -55,7 +56,11 @@ def test_a_line_that_is_not_ours_is_left_out(tmp_path: Path, line: str) -> None:
         with folder.metrics_path.open("a", encoding="latin-1") as file:
             file.write(line + "\n" + json.dumps({"step": 2, "reward/mean": 0.5, "of/tomorrow": 7.0}) + "\n")
         assert rewards(run)[1:] == [(2, 0.5)] and "of/tomorrow" not in run.steps.names
-        overview(run, {})
+        with folder.evaluations_path.open("a", encoding="latin-1") as file:
+            file.write(f"{line}\n{line}\n")
+        steps, evaluations = overview(run, {})["left_out"]
+        assert steps.startswith(f"{folder.metrics_path} has 1 line that can't be read")
+        assert evaluations.startswith(f"{folder.evaluations_path} has 2 lines that can't be read")
 
 
 def test_columns_of_lines_are_those_of_the_metrics_that_were_written(tmp_path: Path) -> None:
@@ -96,7 +101,10 @@ def test_a_span_that_is_not_ours_is_left_out(tmp_path: Path, line: str) -> None:
     with made(tmp_path, steps=1) as folder:
         good = '{"lane": "x", "what": "y", "begin": 5, "end": 6.5, "version": 3, "group": null, "why": null}'
         folder.timeline_path.write_text(f"{line}\n{good}\n", encoding="latin-1")
-        spans = OpenRun(folder.path).spans
+        run = OpenRun(folder.path)
+        spans = run.spans
+        (said,) = timeline(run, {})["left_out"]
+        assert said.startswith(f"{folder.timeline_path} has 1 line that can't be read")
         assert [list(of) for of in (spans.begin, spans.end, spans.version, spans.group, spans.kind)] == [[5.0], [6.5], [3], [-1], [0]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,12 @@ def test_the_page_is_of_its_own_files_and_makes_no_markup_of_text() -> None:
         text = path.read_text()
         for word in WORDS:
             assert word not in text, f"{path.name} has {word}"
+
+
+def test_the_chart_library_is_the_file_of_its_npm_package() -> None:
+    """dist/echarts.min.js of echarts 6.1.0, whose tarball `npm pack echarts@6.1.0` brings."""
+    assert sha256((PAGE / "echarts.min.js").read_bytes()).hexdigest() == "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
+    assert "npm package echarts 6.1.0, unchanged" in (PAGE / "echarts.LICENSE.txt").read_text()
 
 
 def test_bad_input_is_one_sentence(run: Path, tmp_path: Path) -> None:
