@@ -19,12 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy.grafana.board import ALERTS
 from evenkeel.actors.checkpoints.state import TrainingState
-from evenkeel.actors.metrics.step_metrics import by_worker
+from evenkeel.actors.metrics.catalogue import COUNTERS
+from evenkeel.actors.metrics.step_metrics import by_worker, lookup
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.record.timeline import LaneSpan
+from tests.actors.metrics.real_prometheus import TOOLS, needs_prometheus, real_prometheus, until
+from tests.deploy.board_queries import PLAIN, QUERIES, wanted
 from tests.e2e.exact_runs import EXACT, assert_all_equal, assert_same, run_to_its_end
 from tests.e2e.launch import RECIPE, Run
 from tests.evenkeel.dashboard.made_runs import read_report
@@ -37,6 +42,12 @@ SETTINGS = [
     f"groups_per_step={GROUPS}", "checkpoint.every_steps=0", "learner.data_parallel=2",
     "rollout.sampling.max_tokens=96",  # sampling has to take longer than what lies between the two receipts
 ]  # fmt: skip
+OF_ALERTS = {
+    rule["alert"]: rule["expr"].partition(" > ")[0] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
+}
+"""Their rules, without the comparison."""
+OF_OTHERS = re.compile("ray_node_|ray_object_|sglang_|_engine_")
+"""In queries of numbers of Ray's nodes and of the engines."""
 APART_S = 0.5
 """Most by which the clocks of two processes differ in the timeline."""
 SYNCHRONOUS = [*EXACT, "max_staleness=0", "evaluation.problems=8"]
@@ -57,6 +68,8 @@ class Story:
     """Prometheus: workers by name of the metric, while the run went on."""
     beside_the_driver: list[str]
     """Commands of the processes in its group, likewise."""
+    asked: dict[str, list[tuple[dict[str, str], float]]]
+    """What a real Prometheus answers to each query of the board, and to each alert's, at one moment of the run; empty without one."""
 
     @property
     def names(self) -> list[str]:
@@ -69,11 +82,28 @@ def scrape(run: Run, workers: int) -> dict[str, set[str]]:
     assert found is not None
     with urllib.request.urlopen(found[1], timeout=10) as answer:
         targets = json.load(answer)
+    assert {t["labels"]["run"] for t in targets} == {run.run_dir.name}
     assert sorted(t["labels"]["name"] for t in targets if t["labels"]["role"] == "rollout") == [str(i) for i in range(workers)]
     (controller,) = (t["targets"][0] for t in targets if t["labels"]["role"] == "controller")
     with urllib.request.urlopen(f"http://{controller}/metrics", timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return {family.name: {s.labels["worker"] for s in family.samples if "worker" in s.labels} for family in families}
+
+
+def ask_a_prometheus(run: Run, folder: Path) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Each query, at the moment of one of its scrapes of the driver."""
+    (discovery,) = re.findall(r"service discovery at (\S+)", run.events())
+    queries = {place: query.replace("$run", run.run_dir.name) for place, query in (QUERIES | OF_ALERTS).items()}
+    asked: dict[str, list[tuple[dict[str, str], float]]] = {}
+    with real_prometheus(discovery, folder) as ask:
+
+        def is_complete() -> bool:
+            for _, at in ask("timestamp(evenkeel_step)"):
+                asked.update({place: ask(query, at) for place, query in queries.items()})
+            return all(asked.get(place) for place, query in queries.items() if OF_OTHERS.search(query))
+
+        assert until(is_complete, 120.0), [place for place, found in asked.items() if not found]
+    return asked
 
 
 @pytest.fixture(
@@ -90,10 +120,11 @@ def story(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: p
     try:
         run.wait_until(lambda: len(_together(run.metrics(), workers)) >= STEPS, f"{STEPS} steps with {workers} workers")
         scraped, beside = scrape(run, workers), run.beside_the_driver()
+        asked = ask_a_prometheus(run, run_dir.parent) if TOOLS.exists() else {}
         run.interrupt()
         run.wait(120.0)
         lines = run.metrics()
-        yield Story(run, workers, max_staleness, lines, _together(lines, workers), scraped, beside)
+        yield Story(run, workers, max_staleness, lines, _together(lines, workers), scraped, beside, asked)
     finally:
         run.close()
 
@@ -109,6 +140,24 @@ def test_all_workers_work(story: Story) -> None:
     tokens = [sum(by_worker(line, "tokens").get(name, 0) for line in story.together) for name in story.names]
     assert min(groups) >= 0.6 / story.workers * sum(groups), groups
     assert min(tokens) >= 0.5 / story.workers * sum(tokens), tokens
+
+
+@needs_prometheus
+def test_the_board_shows_what_metrics_jsonl_has(story: Story) -> None:
+    """At one moment of the run: each number of the driver's as its newest line then had it. Of a run with a Ray of its own, the numbers of
+    the node and of each engine are there, too, although nothing but the driver says where they are."""
+    ((_, step),) = story.asked["Steps: " + lookup("step").label]
+    (line,) = (line for line in story.lines if line["step"] == step)
+    assert len([place for place in PLAIN if wanted(place, line)]) >= 40
+    told = [dict.fromkeys(COUNTERS, 0.0) | dict(line), *RunFolder(story.run.run_dir).read_evaluations()]
+    shown = {place: sorted(value for _, value in story.asked[place]) for place in PLAIN}
+    other = {place: values for place, values in shown.items() if values not in [wanted(place, one) for one in told]}
+    assert other == {}
+    for place in (place for place, query in QUERIES.items() if 'role="rollout"' in query):
+        assert sorted(labels["name"] for labels, _ in story.asked[place]) == story.names, place
+    for place in ("Memory of the nodes: {{instance}}", "EvenkeelMemoryFull"):
+        ((_, share),) = story.asked[place]
+        assert 0.0 < share < 1.0, place
 
 
 def test_who_did_what_adds_up(story: Story) -> None:
