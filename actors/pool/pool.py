@@ -125,6 +125,7 @@ class RolloutPool:
         self._results = 3 if settings.has_wide_fields else 2
         self._answers_at_once = evaluation_answers_at_once(self._config.slots_per_worker, self._config.sampling.samples_per_group)
         self._will_look = False
+        self._group_s = group_s(self._config, places)
         self._begin_books()
 
     def _begin_books(self) -> None:
@@ -134,7 +135,7 @@ class RolloutPool:
         self._work = WaitingWork(slots, samples, without_slot=played)
         # time.monotonic() when a worker was lost, by its name, until others have its groups.
         self._orphaned_at: dict[str, float] = {}
-        window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * group_s(self._config))  # enough for one worker with one slot
+        window_s = max(WINDOW_S, FEWEST_FAILED * ATTEMPTS * self._group_s)  # enough for one worker with one slot
         self._latest = LatestGroups(window_s)
         self._scoring = Scoring(self._config.entries, window_s, notify=self._recorder.event)
 
@@ -519,7 +520,7 @@ class RolloutPool:
         Who can't be reached just now is asked again once it may work. Whether it is lost, its heartbeat says.
         Raises: ActorUnavailable when it could not be reached for half a minute.
         """
-        limit_s = group_s(self._config)
+        limit_s = self._group_s
         for pause_s in AGAIN_S:
             try:
                 return await wait_for(call(), what, deadline_s=limit_s, notice_s=limit_s)

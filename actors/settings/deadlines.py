@@ -82,10 +82,10 @@ def run_deadlines(config: RunConfig, model_bytes: int) -> tuple[dict[str, float]
     values = {
         "start_s": start_s,
         "sync_s": sync_s,
-        "batch_s": max(least.batch_s, 2 * group_s(rollout) + start_s + SYNC_ATTEMPTS * sync_s, _ANSWERS_LATER_S + tokens),
+        "batch_s": max(least.batch_s, 2 * group_s(rollout, config.places) + start_s + SYNC_ATTEMPTS * sync_s, _ANSWERS_LATER_S + tokens),
         "step_s": max(least.step_s, trained / (_LEARNER_PACE * run.tokens_per_s)),
         "checkpoint_s": max(least.checkpoint_s, _CHECKPOINT_COPIES * travel_s),
-        "evaluation_s": max(least.evaluation_s, _evaluation_s(config), group_s(rollout)),
+        "evaluation_s": max(least.evaluation_s, _evaluation_s(config), group_s(rollout, config.places)),
     }
     return values, max(LearnerConfig().collective_timeout_s, _BEYOND_S + max(values["step_s"], values["checkpoint_s"]))
 
@@ -121,9 +121,14 @@ def _played_s(rollout: RolloutConfig, entry: TaskEntry) -> float:
     return 0.0 if agent is None else _in_turn(rollout, agent.processes) * agent.deadline_s + agent.start_deadline_s
 
 
-def group_s(rollout: RolloutConfig) -> float:
-    """Longest time for one group of a worker: sampled, in all of its turns, scored, handed over."""
-    turns = max(1 if entry.environment is None else entry.environment.max_turns for entry in rollout.entries)
+def group_s(rollout: RolloutConfig, places: int) -> float:
+    """Longest time for one group of a worker: sampled, in all of its turns, scored, handed over. Groups with an environment take no slot: a
+    worker may hold all that there are, and each turn may have to wait for one of each of the others.
+
+    Args: places: groups that admission allows outstanding.
+    """
+    by_then = -(-places // rollout.slots_per_worker)
+    turns = max(1 if entry.environment is None else entry.environment.max_turns * by_then for entry in rollout.entries)
     return turns * rollout.engine.deadlines.generate_s + scoring_s(rollout) + ANSWER_S
 
 

@@ -184,7 +184,7 @@ def test_a_call_that_hangs_in_a_worker_that_lives_keeps_its_slot_until_it_is_abo
         await world.begin()
         began = world.now
         await world.all_done(9)
-        limit_s = group_s(world.pool._config)
+        limit_s = group_s(world.pool._config, 1)
         assert sorted(hung) == ["0", "1"] == sorted(name for name, _ in aborted) and world.lost == []
         assert [at - began for _, at in aborted] == pytest.approx([limit_s, 2 * limit_s + 7.0], abs=30.0)
         assert slots == [True, True, True], "taken while it is aborted; then others have the group; and again"

@@ -51,8 +51,8 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
     assert engine.heartbeat_s < engine.generate_s, "a dead engine is known before its answers are late"
     assert 2 * engine.heartbeat_s < run.part_heartbeat_s < run.batch_s, "a frozen part is known long before its batch is late"
     assert run.driver_s > max(_head_hangs_s(), _raylet_hangs_s()) + 60, "the watch over Ray, which may block the event loop, comes first"
-    assert engine.generate_s < group_s(config.rollout) < 2 * group_s(config.rollout) < run.batch_s
-    assert group_s(config.rollout) <= run.evaluation_s
+    assert engine.generate_s < group_s(config.rollout, config.places) < 2 * group_s(config.rollout, config.places) < run.batch_s
+    assert group_s(config.rollout, config.places) <= run.evaluation_s
     own_s = engine.update_s + 2 * engine.control_s
     assert weights_fetch_s(config) == pytest.approx(run.sync_s - own_s), "an engine keeps its time"
     assert weights_fetch_s(config) == pytest.approx(60 + size / run.bytes_per_s)
@@ -60,7 +60,7 @@ def test_who_waits_for_something_waits_longer_than_it_may_take(tokens: int, size
     assert 2 * engine.start_s <= run.start_s < run.batch_s, "a batch outlives the start of a worker's replacement"
     assert run.start_s < new_parts_s(run.start_s)
     reward = config.rollout.reward
-    assert max(reward.deadline_s, reward.start_deadline_s) < scoring_s(config.rollout) < group_s(config.rollout)
+    assert max(reward.deadline_s, reward.start_deadline_s) < scoring_s(config.rollout) < group_s(config.rollout, config.places)
     assert 2 * run.step_s < flush_s(run.step_s) and 2 * run.step_s + run.receipts_s < newer_weights_s(run.step_s, run.sync_s)
     assert run.disk_s <= reading_s(run.disk_s, 8 * size, run.bytes_per_s)
     assert config.rollout.engine.weight_group_timeout_s < engine.update_s, "a broadcast that is stuck fails before its engine is lost"
@@ -169,6 +169,16 @@ def test_a_group_waits_for_its_turns_and_for_its_environment() -> None:
     """Of eight turns, each may wait for the engine as long as an answer may; and the environment for its time, twice if it is repeated."""
     environment = {"path": "my_environment:Calculator", "max_turns": 8, "max_tool_s": 900.0}
     config = with_deadlines(run_config(reward={"kind": "environment"}, environment=environment), 10**9)
-    limit_s = group_s(config.rollout)
+    limit_s = group_s(config.rollout, config.places)
     assert limit_s > 8 * config.rollout.engine.deadlines.generate_s + 2 * 900
     assert limit_s <= config.deadlines.evaluation_s and 2 * limit_s < config.deadlines.batch_s
+
+
+def test_a_turn_of_a_group_that_takes_no_slot_waits_for_those_of_all_others() -> None:
+    """Of 64 groups a step, one step ahead, a worker may hold all 128, and 16 of them have a turn in the engine at a time. Healthy groups
+    were given up, and discarded the second time."""
+    environment = {"path": "my_environment:Calculator", "max_turns": 2}
+    config = with_deadlines(run_config(reward={"kind": "environment"}, environment=environment), 10**9)
+    rollout, generate_s = config.rollout, config.rollout.engine.deadlines.generate_s
+    assert (config.places, rollout.slots_per_worker) == (128, 16)
+    assert group_s(rollout, 128) - group_s(rollout, 16) == pytest.approx(2 * (8 - 1) * generate_s)
