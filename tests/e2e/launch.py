@@ -283,6 +283,12 @@ def check_private(listeners: set[tuple[str, str]]) -> None:
     assert not found.keys() - page.keys(), "docs/security.md doesn't name them"
 
 
+def kill_worker_above(pid: int) -> None:
+    """kill -9 of the rollout worker that this process belongs to."""
+    (worker,) = [one for one in psutil.Process(pid).parents() if "ray::RolloutWorker" in command_of(one)]
+    worker.kill()
+
+
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines; the last one may still be growing."""
     text = path.read_text() if path.exists() else ""

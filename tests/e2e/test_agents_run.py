@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import RECIPE, Run, check_private
+from tests.e2e.launch import RECIPE, Run, check_private, kill_worker_above
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 STEPS, GROUPS, SAMPLES = 4, 4, 4
@@ -33,10 +35,16 @@ json.dump({"first": vowels[0], "second": vowels[1]}, open(os.environ["EVENKEEL_R
 '''
 
 
-@pytest.fixture(scope="module")
-def run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("agents")
-    (folder / "agent.py").write_text(PROGRAM)
+GATE = """    answers.append(messages[-1]["content"])
+    if text != "again" and "train/" in task["id"]:
+        open(f"waits {os.getpid()}", "w").close()
+        while not os.path.exists("open"):
+            time.sleep(0.1)
+"""
+
+
+def started(folder: Path, small_model: Path, program: str, *more: str) -> Run:
+    (folder / "agent.py").write_text(program)
     words = [f"model={small_model}", f"run_dir={folder / 'run'}", f"steps={STEPS}", "evaluation.problems=4"]
     words += [
         "rollout.reward={kind: agent}",
@@ -44,7 +52,13 @@ def run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "rollout.engine.context_length=128",
     ]
     words += [f"groups_per_step={GROUPS}", f"rollout.sampling={{samples_per_group: {SAMPLES}, max_tokens: 80}}"]
-    run = Run(folder / "run", str(RECIPE), *words, cwd=folder)
+    return Run(folder / "run", str(RECIPE), *words, *more, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def run(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("agents")
+    run = started(folder, small_model, PROGRAM)
     try:
         run.wait_until(lambda: bool(run.metrics()), "a step")
         (folder / "listening.json").write_text(json.dumps(sorted(run.listening())))
@@ -82,3 +96,26 @@ def test_no_key_is_left_and_no_process(run: Run) -> None:
 
 def test_the_door_listens_on_loopback_as_the_page_says(run: Run) -> None:
     check_private({(name, address) for name, address in json.loads((run.run_dir.parent / "listening.json").read_text())})
+
+
+def test_programs_of_a_worker_that_is_killed_go_on_with_another_one(small_model: Path, tmp_path: Path) -> None:
+    """They die with their worker, after one turn. Begun again, their first request is answered by the turn that was said, which nobody
+    samples again."""
+    program = PROGRAM.replace("import json, os,", "import json, os, time,").replace('    answers.append(messages[-1]["content"])\n', GATE)
+    run = started(tmp_path, small_model, program, "rollout.workers=2", "rollout.agent.processes=32")
+
+    def waiting() -> list[int]:
+        return [int(path.name.split()[1]) for path in tmp_path.glob("waits *")]
+
+    try:
+        run.wait_until(lambda: len(waiting()) == 2 * GROUPS * SAMPLES, "programs that have had a turn")
+        time.sleep(3.0)  # the worker tells of them once a second
+        kill_worker_above(waiting()[0])
+        run.wait_until(lambda: "in the middle of its rollouts" in run.events(), "the worker's loss", 60.0)
+        (tmp_path / "open").touch()
+        assert run.wait() == 0, run.output()[-4000:]
+        assert re.findall(r"group \d+ goes on from [1-9]\d* tokens: rollout worker \d was lost in the middle", run.events())
+        fresh = [line for line in run.metrics() if "mismatch/k3" in line]
+        assert fresh and all(line["turns/max"] == 2 and line["mismatch/k3"] < 1e-12 for line in fresh)
+    finally:
+        run.close()

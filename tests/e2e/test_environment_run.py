@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import time
 from pathlib import Path
 
@@ -14,11 +12,10 @@ import yaml
 from transformers import AutoTokenizer
 
 from evenkeel.actors.record.run_folder import RunFolder
-from tests.e2e.launch import RECIPE, Run, evenkeel
+from tests.e2e.launch import RECIPE, Run, evenkeel, kill_worker_above
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-WORKER = "ray::RolloutWorker"
 ROUNDS = """
 import asyncio
 
@@ -83,17 +80,14 @@ def test_sessions_of_a_worker_that_is_killed_go_on_with_another_one(tmp_path: Pa
     settings = ("steps=3", "rollout.workers=2", "rollout.environment.deadline_s=300")
     run = Run(tmp_path / "run", *told, f"run_dir={tmp_path / 'run'}", *settings)
 
-    def waiting() -> int:
-        return len(list(tmp_path.glob("waits *")))
+    def waiting() -> list[int]:
+        return [int(path.name.split()[2]) for path in tmp_path.glob("waits *")]
 
     try:
-        run.wait_until(lambda: len(run.pids(WORKER)) == 2 and waiting() > 0, "rollouts of both workers")
-        known = -1
-        while known != waiting():
-            known = waiting()
-            time.sleep(5.0)
-        os.kill(run.pids(WORKER)[0], signal.SIGKILL)
-        run.wait_until(lambda: "in the middle of its rollouts" in run.events(), "the worker's loss")
+        run.wait_until(lambda: len(waiting()) == 2 * 4 * 4, "rollouts that have had two turns")
+        time.sleep(3.0)  # the worker tells of them once a second
+        kill_worker_above(waiting()[0])
+        run.wait_until(lambda: "in the middle of its rollouts" in run.events(), "the worker's loss", 60.0)
         (tmp_path / "open").touch()
         assert run.wait() == 0, run.output()[-4000:]
         going_on = re.findall(r"group (\d+) goes on from (\d+) tokens: rollout worker \d was lost in the middle", run.events())
