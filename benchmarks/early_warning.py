@@ -367,7 +367,9 @@ def by_signal(runs: Sequence[RecordedRun]) -> str:
 
 # The question of pytorch/rl issue 3984, whose author found that detectors of this kind audit a run that has gone wrong, and do not warn of
 # it at a usable rate of false alarms; and the protocol of that author's Flight Recorder (evaluator.py): a warning counts by its lead to the
-# turn, the first step at which a CUSUM of the held-out reward fires; false alarms are those in runs in which nothing goes wrong.
+# turn, the first step at which a CUSUM of the held-out reward fires; false alarms are those in runs in which nothing goes wrong. Ours has
+# two things less: the reward is the run's own, of what it samples, and no other judge's; and there are no hard negatives, runs that look
+# as if they went wrong and don't.
 
 CUSUM_WARM_UP, CUSUM_SLACK, CUSUM_LIMIT = 10, 0.5, 3.0
 """Steps from which its mean and deviation are, and in deviations what a step may fall for nothing, and what all falls may add up to."""
@@ -406,22 +408,26 @@ class Audit:
     leads: tuple[int, ...]
     """Of the flagged: steps from the first such warning to the turn; 0 or less: it came no earlier than the reward's own."""
     clean: int
-    """Runs that didn't collapse."""
-    disturbed: int
+    """Runs in which nothing was disturbed."""
+    false_alarms: int
+    """Of these: with a warning."""
+    survived: int
+    """Runs that were disturbed and didn't collapse: neither clean, nor known to have failed."""
+    survived_flagged: int
     """Of these: with a warning."""
 
     @classmethod
     def of(cls, runs: Sequence[RecordedRun], warnings: Sequence[Sequence[Warned]]) -> Audit:
-        failed, leads, clean, disturbed = 0, [], 0, 0
+        failed, leads, clean, survived = 0, [], [], []
         for run, said in zip(runs, warnings, strict=True):
             if run.collapse is None:
-                clean, disturbed = clean + 1, disturbed + bool(said)
+                (clean if run.onset is None else survived).append(bool(said))
                 continue
             failed += 1
             since, turn = [one.step for one in said if one.step >= (run.onset or 0)], turn_of(run)
             if since:
                 leads.append((run.collapse if turn is None else turn) - min(since))
-        return cls(failed, len(leads), tuple(leads), clean, disturbed)
+        return cls(failed, len(leads), tuple(leads), len(clean), sum(clean), len(survived), sum(survived))
 
     def warned(self, lead: int = 1) -> int:
         """Failed runs with a warning so many steps before the turn, or more."""
@@ -430,21 +436,22 @@ class Audit:
     def row(self, name: str) -> str:
         middle = half_steps(statistics.median(self.leads)) if self.leads else ""
         counts = f"{self.flagged} of {self.failed} | {self.warned()} | {self.warned(LEAST_LEAD)} | {middle}"
-        return f"| {name} | {counts} | {self.disturbed} of {self.clean} |"
+        return f"| {name} | {counts} | {self.false_alarms} of {self.clean} | {self.survived_flagged} of {self.survived} |"
 
 
 def audited(runs: Sequence[RecordedRun], systems: Mapping[str, System], fitted: Sequence[int], scored: Sequence[int]) -> str:
     """Each system as shipped, and with the thresholds by which it warns of most collapses of the fitted runs before their turn while it
-    disturbs none of these that is clean."""
+    says nothing in an undisturbed one."""
     lines = [
-        f"| system | flagged at all | before the turn | {LEAST_LEAD} steps before it | median lead to it | clean runs with a warning |",
-        "| --- | --- | --- | --- | --- | --- |",
+        f"| system | flagged at all | before the turn | {LEAST_LEAD} steps before it | median lead to it | "
+        "undisturbed runs with a warning | disturbed runs without a collapse, with a warning |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, system in systems.items():
 
         def rank(setting: Setting, system: System = system) -> tuple[float, ...]:
             found = Audit.of(of(runs, fitted), of(system(setting), fitted))
-            return (-found.disturbed, found.warned(), sum(found.leads), -abs(math.log(setting.threshold)) - abs(math.log(setting.time)))
+            return (-found.false_alarms, found.warned(), sum(found.leads), -abs(math.log(setting.threshold)) - abs(math.log(setting.time)))
 
         for setting in dict.fromkeys((Setting(), max(CANDIDATES, key=rank))):
             title = f"{name}, {'as shipped' if setting == Setting() else setting}"
@@ -476,6 +483,7 @@ def main() -> None:
     alone_of = {signal: functools.cache(functools.partial(alone, runs, signal)) for signal in SIGNALS}
     scored = [*held_out, *fresh]
     print(f"\naudit or warning, odd and fresh seeds:\n\n{audited(runs, {**systems, **alone_of}, fitted, scored)}")
+    print("\nthe turn is of the run's own sampled reward, not of a held-out oracle's; no run is a hard negative")
 
 
 if __name__ == "__main__":

@@ -299,14 +299,17 @@ def test_the_turn_is_where_falls_have_added_up() -> None:
 
 def test_a_warning_after_the_turn_is_an_audit() -> None:
     """A run that falls from 0.6 to 0 at step 50 has turned at 50: before, it hadn't moved at all. Warnings 12 steps and 1 before, and 3
-    after; one before the onset is none; a run of 0.6 throughout is disturbed by any."""
+    after; one before the onset is none; in an undisturbed run of 0.6 throughout any is a false alarm. A run that was disturbed and falls
+    to 0.36, which is no collapse, is of neither kind."""
     lost, kept = run(outcome((GOOD, 50), (BAD, 50)), onset=30), run(outcome((GOOD, 100)))
+    survived = run(outcome((GOOD, 50), (0.6 * GOOD, 50)), onset=30)
     assert turn_of(lost) == 50 and turn_of(kept) is None
 
     def said(*steps: int) -> list[Warned]:
         return [Warned(step, "k3", False) for step in steps]
 
-    found = Audit.of([lost, lost, lost, lost, kept, kept], [said(38, 60), said(49), said(53), said(10), said(99), []])
-    assert found == Audit(failed=4, flagged=3, leads=(12, 1, -3), clean=2, disturbed=1)
+    warnings = [said(38, 60), said(49), said(53), said(10), said(99), [], said(55)]
+    found = Audit.of([lost, lost, lost, lost, kept, kept, survived], warnings)
+    assert found == Audit(failed=4, flagged=3, leads=(12, 1, -3), clean=2, false_alarms=1, survived=1, survived_flagged=1)
     assert (found.warned(), found.warned(5)) == (2, 1)
-    assert found.row("x") == "| x | 3 of 4 | 2 | 1 | 1 | 1 of 2 |"
+    assert found.row("x") == "| x | 3 of 4 | 2 | 1 | 1 | 1 of 2 | 1 of 1 |"
