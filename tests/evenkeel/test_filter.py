@@ -31,7 +31,8 @@ Rewards = Callable[[Prompt], Sequence[float | None]]
 
 
 def recipe(*words: str) -> RunConfig:
-    made_up = ["model=models/none", "steps=1", "groups_per_step=1", "rollout.sampling.temperature=0.9", "rollout.sampling.top_k=50"]
+    sampling = ["temperature=0.9", "top_p=0.95", "top_k=50", "min_p=0.02"]
+    made_up = ["model=models/none", "steps=1", "groups_per_step=1", *(f"rollout.sampling.{one}" for one in sampling)]
     return load_config(RunConfig, None, [*made_up, *words])
 
 
@@ -55,7 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rewards], list[str]]:
                 yield
 
             async def answer(self, asked: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
-                assert (how.temperature, how.top_p, how.top_k) == (0.9, 1.0, 50), "as in training"
+                assert (how.temperature, how.top_p, how.top_k, how.min_p) == (0.9, 0.95, 50, 0.02), "as in training"
                 prompts.extend(prompt.text for prompt in asked)
                 await asyncio.sleep(0)
                 found = [tuple(trajectory(prompt, reward=reward) for reward in rewards(prompt)) for prompt in asked]

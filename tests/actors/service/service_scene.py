@@ -56,6 +56,8 @@ class Learner:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, PackedBatch]] = []
+        self.asked_then: list[PackedBatch] = []
+        """Those that it was to score at the weights that sampled them."""
         self.fetched: list[int] = []
         """Sequences of each batch whose wide fields it was to read."""
         self.lost = set[int]()
@@ -88,6 +90,7 @@ class Learner:
 
     async def at_sampling(self, batch: PackedBatch, *, version: int, oldest: int, with_now: bool) -> SplitLogprobs:
         """The engine says -1 of every token. The learner: 0.1 more at kept weights of even versions and 0.2 at odd ones; now, 0.5 more."""
+        self.asked_then.append(batch)
         self.kept = getattr(self, "kept", set())
         kept = sum((batch.weight_versions == v for v in self.kept), torch.zeros_like(batch.loss_mask))
         self.kept = {v for v in self.kept if v >= oldest}

@@ -62,16 +62,21 @@ def test_proximal_logprobs_land_at_their_tokens(order: list[int]) -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize("preset", ["decoupled-ppo", "split-tis"])
-def test_kept_sets_go_to_every_forward(preset: str) -> None:
+@pytest.mark.parametrize(("preset", "split_every"), [("decoupled-ppo", 0), ("split-tis", 0), ("decoupled-ppo", 1)])
+def test_kept_sets_go_to_every_forward(preset: str, split_every: int) -> None:
     """Under top-p all policies are normalised over the set that a token was drawn from; the logprobs of a forward that doesn't have the
-    sets would be of the whole vocabulary. Every second token here has one of three tokens."""
+    sets would be of the whole vocabulary. Every second token here has one of three tokens. The batch is stale, and those that split the gap
+    score it at its own weights, too."""
 
     async def scenario() -> None:
         rollout = ROLLOUT.model_copy(update={"sampling": ROLLOUT.sampling.model_copy(update={"top_p": 0.9})})
-        scene = ServiceScene(preset=preset, rollout=rollout)
-        tickets = await scene.admit(0, GROUPS)
-        waiting = asyncio.create_task(scene.next_batch(0))
+        monitor = EarlyWarningConfig(detailed=False, split_every=split_every)
+        scene = ServiceScene(preset=preset, rollout=rollout, monitor=monitor)
+        await scene.batch(0)
+        scene.learner.asked.clear()
+        scene.learner.asked_then.clear()
+        tickets = [replace(ticket, admitted_version=0) for ticket in await scene.admit(GROUPS, 2 * GROUPS)]
+        waiting = asyncio.create_task(scene.next_batch(1))
         for ticket in tickets:
             answers = answered(ticket).trajectories
             rows = [[[one, 200, 201] if i % 2 else [] for i, one in enumerate(t.response_ids)] for t in answers]
@@ -79,10 +84,10 @@ def test_kept_sets_go_to_every_forward(preset: str) -> None:
             await scene.put(replace(answered(ticket), trajectories=tuple(sets)))
         prepared = await waiting
         trained = prepared.corrected.batch
-        for _, batch in [*scene.learner.asked, (0, trained)]:
+        for batch in [*(batch for _, batch in scene.learner.asked), *scene.learner.asked_then, trained]:
             counts = batch.with_wide_fields().kept_counts
             assert counts is not None and set(counts[batch.loss_mask].tolist()) == {0, 3} and not counts[~batch.loss_mask].any()
-        assert scene.learner.asked
+        assert scene.learner.asked and bool(scene.learner.asked_then) == (preset == "split-tis" or split_every == 1)
         shown = (await scene.observe(prepared)).tokens
         assert shown is not None
         own = shown.columns["sampled"]
