@@ -199,7 +199,8 @@ class RolloutEngine:
         begun: Sequence[Trajectory] = (),
         deadline_s: float | None = None,
     ) -> list[Trajectory]:
-        """Sample from the whole distribution: no top-k or penalty can be asked for, since they would bias every ratio.
+        """Sample from the whole distribution, or from what a truncation leaves of it, which is reported with each token. No penalty can be
+        asked for: what it makes of the distribution isn't reported, and would bias every ratio.
 
         Args:
             prompt_ids: after the chat template.
