@@ -131,6 +131,7 @@ DRIFT: dict[str, Preset] = {
         "Answers on which engine and learner part are left out, whichever way: k3 is never negative, so differences of both signs add up, "
         "while in a geometric mean of ratios they cancel.",
         "rejection.upper: verl names 0.001 to 0.1 as typical; it must lie above the run's own mismatch_k3_kl",
+        found="verl's documentation: more stable than a geometric mean of ratios where KLs are small; no figure, and no run was read.",
     ),
     "clip-cov": Preset(
         {"objective": clip(), "covariance": {"action": "drop"}},
