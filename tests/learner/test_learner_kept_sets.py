@@ -140,7 +140,9 @@ KINDS = ["staged", "deferred", "shared prompts", "resume", "hand-back"]
 CASES = itertools.product([None, "tensor_parallel", "pipeline_parallel"], KINDS)
 
 
-@pytest.mark.parametrize(("split", "kind"), [*CASES, ("tensor_parallel, batch_invariant", "staged")])
+@pytest.mark.parametrize(
+    ("split", "kind"), [*CASES, ("tensor_parallel, batch_invariant", "staged"), ("tensor_parallel, sequence_parallel", "staged")]
+)
 def test_a_step_equals_autograd_on_a_whole_softmax(tmp_path: Path, split: str | None, kind: str) -> None:
     """Gradients parameter by parameter. A vocabulary of 97 is padded for two tensor-parallel ranks; a set may lie on one of them alone.
     After a resume, and where another engine went on with each answer, against the sets as they were drawn."""
@@ -148,7 +150,7 @@ def test_a_step_equals_autograd_on_a_whole_softmax(tmp_path: Path, split: str | 
     settings: dict[str, Any] = {"learning_rate": 0.0, "clip_grad": 0.0, "tokens_per_microbatch": 150, "logprob_chunk_tokens": 11}
     if split is not None:
         split, _, mode = split.partition(", ")
-        settings["batch_invariant"] = mode != ""
+        settings |= {mode: True} if mode else {}
     reaches, was_drawn = drawn(kind, tmp_path)
     if split is None:
         with learner_on(folder, **settings) as learner:
