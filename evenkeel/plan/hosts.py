@@ -125,9 +125,10 @@ def receiving_bytes(shape: ModelShape, config: RunConfig) -> int:
     return max(2 * min(version, sync.bucket_bytes), largest_tensor(shape, config))
 
 
-KEPT_SET = 64
-"""Tokens of a kept set, mean of a batch's tokens, where top_p or min_p bounds it: an assumption. Trained models have fewer at top_p 0.95; a
-run's own are in length/kept_set_tokens."""
+KEPT_SET = 96
+"""Tokens of a kept set, mean of a batch's tokens, where top_p or min_p bounds it: an assumption. SmolLM2-135M had 84 at top_p 0.95 before
+training, 34 at 0.9 (`evenkeel train recipes/smollm2_sums.yaml rollout.sampling.top_p=0.95 steps=3`); larger models and trained ones have
+fewer. A run's own are in length/kept_set_tokens."""
 DIAGNOSED = 105
 """Bytes a token of a batch that the service takes for a while, besides what is counted: benchmarks/control_plane_actors.py found it 330 MiB
 larger with two batches of 1.55 million tokens (223 bytes for each token of one of them), of which 118 are counted below."""

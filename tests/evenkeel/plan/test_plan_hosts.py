@@ -81,7 +81,7 @@ def test_wide_fields_are_as_large_as_what_holds_them() -> None:
     sets = fields_of(replace(one, kept_tokens=KeptTokens.of([range(20)] * len(one.response_ids))))
     own, top_k = sets.kept_counts.nbytes + sets.kept_ids.nbytes, "rollout.sampling.top_k=20"  # type: ignore[union-attr]
     assert wide_bytes(DENSE, recipe("qwen3_8b_8gpu", top_k)) * len(one.response_ids) == own, "top_k alone leaves so many of every token"
-    for words, most in (("top_p=0.9", 64), ("min_p=0.1", 64), ("top_k=1000000", DENSE.vocabulary)):
+    for words, most in (("top_p=0.9", 96), ("min_p=0.1", 96), ("top_k=1000000", DENSE.vocabulary)):
         assert wide_bytes(DENSE, recipe("qwen3_8b_8gpu", f"rollout.sampling.{words}")) == 4 + 4 * most
     assert wide_bytes(DENSE, recipe("qwen3_8b_8gpu", "rollout.sampling.top_p=0.9", top_k)) == 4 + 4 * 20
     (light,) = split_wide_fields(wide_group(ticket))[0].trajectories[:1]
