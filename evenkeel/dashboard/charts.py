@@ -26,7 +26,7 @@ def slice_of(asked: Mapping[str, str]) -> tuple[float, float]:
 def _curve(
     name: str, label: str, x: np.ndarray, y: np.ndarray, shown: tuple[float, float], *, is_logarithmic: bool, is_count: bool
 ) -> dict[str, Any] | None:
-    """What is drawn of a metric: single steps, and their running mean over a 25th of all.
+    """What is drawn of a metric: single steps, and their running mean over a 25th of all on either side.
 
     Args: x: [n] steps. y: [n]. shown: the steps that are drawn.
     Returns: None if there are none.

@@ -57,7 +57,7 @@ def correction(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
         "units": None if sample is None else _units(sample, by_turn=by_turn),
         "rejected": _rejected(steps, step, sample, config),
         "buckets": _buckets(steps, step),
-        "scatter": None if scatter is None or not len(scatter.step) else _scatter(scatter),
+        "scatter": None if scatter is None else _scatter(scatter, steps.last.step if steps.last else 0),
         "charts": [chart for curves in CORRECTION_CURVES if (chart := chart_of(curves, steps, slice_of(asked))) is not None],
         "steps": [1, max(1, steps.last.step if steps.last else 1)],
         "left_out": left_out,
@@ -196,14 +196,18 @@ def _at(steps: StepColumns, name: str, step: int | None) -> float | None:
     return float(y[at]) if at < len(x) and x[at] == step else None
 
 
-def _scatter(sample: ScatterSample) -> dict[str, Any]:
-    """Tokens of the recent steps, drawn at random: log mu, and the distance of both policies."""
+def _scatter(sample: ScatterSample, newest: int) -> dict[str, Any] | None:
+    """Tokens of the recent steps, drawn at random: log mu, and the distance of both policies; not those of steps that a resume took back,
+    which are in the file until the run ends again. None: there are none."""
+    there = sample.step <= newest
+    if not there.any():
+        return None
     mu, proximal = sample.behavior_logprobs.astype(np.float64), sample.proximal_logprobs.astype(np.float64)
-    finite = np.isfinite(mu) & np.isfinite(proximal)
+    finite = there & np.isfinite(mu) & np.isfinite(proximal)
     distance = np.maximum(np.abs(proximal - mu), _NEAREST)[finite]
     fresh = (sample.staleness <= 0)[finite]
     parts = {"fresh": fresh, "older": ~fresh}
-    steps = [int(sample.step.min()), int(sample.step.max())]
+    steps = [int(sample.step[there].min()), int(sample.step[there].max())]
     return {
         "steps": steps,
         **{

@@ -168,8 +168,13 @@ def test_workers_and_books_are_those_of_the_last_step(finished: tuple[RunFolder,
         ("1", "to the last step", "1 to 40", "800", "66.7%"),
     ]
     assert "60 s\tstart of rollout worker 0 (a <b>node</b>)\t2" in seen.page.inner_text("#waits")
-    counters = seen.page.locator("#counters tbody tr").all_inner_texts()
-    assert counters[0].startswith("5\treward/exceptions_total") and any(row.startswith("0\tsync/failures_total") for row in counters)
+    failures = [row.split("\t")[:2] for row in seen.page.locator("#counters tbody tr").all_inner_texts()]
+    assert failures == [
+        ["80", "pool/failures_total/request_failed"],
+        ["5", "reward/exceptions_total"],
+        ["0", "pool/failures_total/engine_lost"],
+        ["0", "sync/failures_total"],
+    ]
     assert seen.points("Rollout workers", 0) == [[step, 2] for step in range(1, 41)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean, geometric_mean
 
 import pytest
 from playwright.sync_api import Route
@@ -23,10 +24,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunFold
         yield folder, address
 
 
+def near(step: int) -> range:
+    """Steps over which the running mean of forty is taken: one on either side, fewer at the ends."""
+    return range(max(1, step - 1), min(40, step + 1) + 1)
+
+
 def test_curves_are_the_numbers_of_the_files(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
     seen = look(address)
     assert seen.points("Reward", 0) == [[step, pytest.approx(reward(step))] for step in range(1, 41)]
+    assert seen.points("Reward", 1) == [[x, pytest.approx(fmean(reward(k) for k in near(x)))] for x in range(1, 41)]
+    k3 = seen.points("k3 KL from behaviour to proximal policy", 1)
+    assert k3 == [[x, pytest.approx(geometric_mean(1e-4 * k for k in near(x)))] for x in range(1, 41)], "on its axis, which is logarithmic"
     assert [step for step, _ in seen.points("Gradient norm", 0)] == [1, *range(3, 41)], "an infinite value has no point"
     assert seen.points("Held-out accuracy", 0) == [[0, 0.5, 0.45, pytest.approx(0.55)], [40, 0.9, pytest.approx(0.85), pytest.approx(0.95)]]
     shares = [seen.points("Staleness", age)[-1] for age in (0, 1)]
@@ -66,24 +75,6 @@ def test_what_a_model_wrote_is_shown_and_not_obeyed(finished: tuple[RunFolder, s
     item = seen.page.locator(".log li.warning").first
     shown = "a reward raised <script>document.title='taken'</script>⟨U+202E⟩gnp.exe⟨U+0007⟩⟨U+200B⟩"
     assert shown in item.inner_text() and seen.page.title().endswith("Overview (evenkeel)")
-
-
-def test_a_page_follows_a_run_that_is_written_torn_and_cut_by_a_resume(tmp_path: Path, look: Look) -> None:
-    with made(tmp_path, steps=3) as folder, served(folder.path) as address:
-        seen = look(address)
-        assert len(seen.points("Reward", 0)) == 3 and "Stands at step 3 of 40." in seen.page.inner_text("main")
-        folder.append_metrics(numbers(4))
-        with folder.metrics_path.open("a") as file:
-            file.write('{"step": 5, "rew')
-        drawn = "n => charts.get('Reward').drawn.getOption().series[0].data.length === n"
-        seen.page.wait_for_function(drawn, arg=4)
-        folder.close()
-        with RunFolder.open(folder.path) as again:  # a resume cuts the torn line, and goes back
-            again.rewind(2)
-            seen.page.wait_for_function(drawn, arg=2)
-            again.append_metrics(numbers(3))
-            seen.page.wait_for_function(drawn, arg=3)
-            assert seen.points("Reward", 0)[-1] == [3, pytest.approx(reward(3))]
 
 
 DRAWN = "n => charts.get('Reward')?.drawn?.getOption().series[0].data.length === n"

@@ -110,6 +110,18 @@ def test_colours_are_as_strong_as_the_numbers(finished: tuple[RunFolder, str], l
             assert rgb == ([0, 158, 115] if not has_sides else [213, 94, 0] if v >= 0 else [0, 114, 178])
 
 
+def test_each_version_has_a_colour_of_its_own(finished: tuple[RunFolder, str], look: Look) -> None:
+    """Tokens alternate between those of versions 5 and 6, which have the palette's sixth and seventh colour; the learner has 6."""
+    _, address = finished
+    seen = look(address)
+    seen.view("tokens?step=7&colour=version", ".tokens .t")
+    drawn = seen.page.evaluate("() => [...document.querySelector('.tokens').querySelectorAll('.t')].map(t => t.style.backgroundColor)")
+    new, old = "rgba(85, 85, 85, 0.32)", "rgba(86, 180, 233, 0.32)"
+    assert drawn == ["", "", "", "", new, old, new, old, new]
+    of_key = "() => [...document.querySelectorAll('.key .t')].map(t => [t.parentElement.textContent, t.style.backgroundColor])"
+    assert seen.page.evaluate(of_key) == [[" v5  staleness 1", old], [" v6  staleness 0", new]]
+
+
 def test_arrow_keys_go_from_token_to_token_with_the_file_s_numbers(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
     seen = look(address)
