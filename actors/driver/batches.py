@@ -74,7 +74,7 @@ class BatchSource:
         self._ahead: BatchAhead | None = None
         self._ranks_keep_weights = False  # for the correction of the last batch
         self._asked_at, self._gather_s = time.monotonic(), _SHORTEST_S
-        self._lane = Lane("book")  # what groups wait for between their workers and the learner
+        self._lane = Lane("book")  # what groups wait for: before their workers, and between these and the learner
         self.service: Any = None
 
     @classmethod
@@ -211,6 +211,8 @@ class BatchSource:
         delays.given(finished_at.values(), now)
         for group_id, at in finished_at.items():
             self._lane.add("queue", at, now, version=version, group=group_id)
+        for group_id, (admitted_at, called_at) in self.book.waited_for_a_worker(batch.group_ids).items():
+            self._lane.add("slot", admitted_at, called_at, version=version, group=group_id)
         self._recorder.did(self._lane.report())
         return batch
 

@@ -75,6 +75,8 @@ class Entry:
 
     ticket: Ticket
     state: GroupState = GroupState.WAITING
+    admitted_at: float | None = None
+    """By the caller's clock (s); None: before the checkpoint that it comes from."""
     called_at: float | None = None
     """Time at which a worker was last asked for it, by the caller's clock (s); None: not yet. The next one: at which one had answered."""
     finished_at: float | None = None
@@ -165,7 +167,7 @@ class GroupBook:
         tickets = []
         for prompt in prompts[: max(0, self.free_places)]:
             ticket = Ticket(self.admitted, prompt, self.published)
-            self._hold(Entry(ticket))
+            self._hold(Entry(ticket, admitted_at=now))
             self.admitted += 1
             tickets.append(ticket)
         self.delays.admitted(len(tickets), now)
@@ -382,6 +384,12 @@ class GroupBook:
         """Times at which groups under way were finished, seconds, by id; those of a checkpoint have none."""
         found = ((group_id, self._entries[group_id].finished_at) for group_id in group_ids)
         return {group_id: at for group_id, at in found if at is not None}
+
+    def waited_for_a_worker(self, group_ids: Iterable[int]) -> dict[int, tuple[float, float]]:
+        """Of groups under way, by id: the time of admission, and that at which the worker that sampled it was asked, seconds. Without those
+        that a checkpoint had."""
+        found = ((group_id, self._entries[group_id]) for group_id in group_ids)
+        return {i: (one.admitted_at, one.called_at) for i, one in found if one.admitted_at is not None and one.called_at is not None}
 
     # -- entries -----------------------------------------------------------------------------------------------------
 

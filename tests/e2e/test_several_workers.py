@@ -191,8 +191,9 @@ def test_each_worker_says_how_long_it_waited(story: Story) -> None:
 
 def test_the_timeline_says_what_each_process_did_all_of_the_time(story: Story) -> None:
     """At least 95 % of each lane, from its first span to its last, in one order of causes across six processes: a rank's step lies within
-    the driver's of that version, and a group is sampled, waits, and is trained, on clocks that agree to half a second: to the way of the
-    quickest of a lane's reports, which is long where all cores are busy, as is an answer with spans that comes too late to be taken."""
+    the driver's of that version, and a group waits for a worker, is sampled, waits for its batch, and is trained. Clocks agree to half a
+    second: to the way of the quickest of a lane's reports, which is long where all cores are busy, as is an answer with spans that comes
+    too late to be taken."""
     lanes: dict[str, list[LaneSpan]] = {}
     for span in RunFolder.view(story.run.run_dir).read_timeline():
         lanes.setdefault(span.lane, []).append(span)
@@ -206,9 +207,10 @@ def test_the_timeline_says_what_each_process_did_all_of_the_time(story: Story) -
         assert [span.version for span in lanes[rank] if span.what == "step"] == sorted(steps)
         assert all(_within(span, steps[span.version]) for span in lanes[rank] if span.what == "step")
     sampled = {span.group: span for worker in workers for span in lanes[worker] if span.what == "sample" and span.why is None}
-    queued = {span.group: span for span in lanes["book"]}
-    assert len(queued) >= len(steps) * GROUPS and queued.keys() <= sampled.keys()
+    queued, awaited = ({span.group: span for span in lanes["book"] if span.what == what} for what in ("queue", "slot"))
+    assert len(queued) >= len(steps) * GROUPS and queued.keys() == awaited.keys() <= sampled.keys()
     for group, span in queued.items():
+        assert awaited[group].end <= sampled[group].begin + APART_S
         assert sampled[group].end <= span.begin + APART_S
         assert span.version not in steps or span.end <= steps[span.version].begin + APART_S
 

@@ -4,7 +4,7 @@
 // What the colours stand for, and which spans are of that kind; waits have none.
 const DEEDS = [["sampling", "--c0", "sample"], ["rewards and tools", "--c3", "reward", "tool"], ["training", "--c2", "step", "forward", "copy"],
   ["weights on their way", "--c1", "publish", "fetch", "update"], ["making and explaining batches", "--c5", "queue", "pull", "pack", "correct", "diagnose", "compare"],
-  ["evaluation", "--c4", "evaluate"], ["start, save, end", "--c6", "start", "save", "restore", "settle", "end"], ["waits", "--line", "wait"]];
+  ["evaluation", "--c4", "evaluate"], ["start, save, end", "--c6", "start", "save", "restore", "settle", "end"], ["waits", "--line", "wait", "slot"]];
 const OTHER = ["other", "--c6"];
 const ROWS = 4;  // of a lane; what doesn't find room in them is counted in one more
 
@@ -109,7 +109,7 @@ VIEWS.timeline = async (root, query, start) => {
 
   const share = (value) => (value > 0 && value < 0.001 ? "< 0.1%" : percent(value));
   const own = spans.filter((span) => group !== null && isOwn(span));
-  if (group !== null) root.append(section(`Group ${group}, from its sampling to its step`, own.length ? el("div", {className: "card", id: "followed"},
+  if (group !== null) root.append(section(`Group ${group}, from its admission to its step`, own.length ? el("div", {className: "card", id: "followed"},
     table(["from", "to", "seconds", "lane", "what", "version"], own.map((span) => [since(span.begin), since(span.end), (span.end - span.begin).toFixed(3), span.lane,
       span.what + (span.why ? ` (${visible(span.why)})` : ""), span.version ?? ""]), [0, 1, 2]),
     el("p", {}, el("button", {id: "its-tokens", onclick: () => go({step: trained === undefined ? null : trained + 1}, "tokens")}, "tokens of its step"))) : el("p", {className: "soft"}, "No span of this group is in the timeline.")));

@@ -59,6 +59,7 @@ def test_the_book_times_groups_and_a_lost_one_by_its_second_arrival() -> None:
     book.draw(0, 1)
     book.delays.asked(101.0)
     assert book.finished_at([0, 1]) == {0: 100.0, 1: 130.0}
+    assert book.waited_for_a_worker([0, 1]) == {0: (90.0, 99.9), 1: (90.0, 120.0)}
     book.delays.given(book.finished_at([0, 1]).values(), 131.0)
     spent_s = group(first).facts.generate_s + group(first).facts.reward_s
     assert book.delays.read() == {CALL: pytest.approx((0.1 + 0.1 + 10.0) / 3 - spent_s), HANDOVER: 1.0}
