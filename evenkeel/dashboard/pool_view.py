@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from evenkeel.actors.metrics.catalogue import Kind
 from evenkeel.actors.metrics.step_metrics import StepMetrics, lookup
+from evenkeel.actors.record.run_folder import EventKind
 from evenkeel.dashboard.charts import chart_of, slice_of
 from evenkeel.dashboard.curves import POOL_CURVES
 from evenkeel.dashboard.open_run import OpenRun
@@ -16,6 +18,9 @@ _BOOK = ("groups/admitted_total", "groups/trained_total", "groups/discarded_tota
 # Counters of what is no failure.
 _WORK = frozenset({*_BOOK, "rollout/generated_tokens_total", "rollout/finished_groups_total"})
 MOST_WAITS = 12
+# What the run has said of a worker last; of one that is up its steps say more.
+_TOLD = re.compile(r"rollout (?:worker )?(\S+) (is up|leaves|has left|is gone)\b")
+_STATES = {"leaves": "leaving", "has left": "left", "is gone": "lost"}
 
 
 def pool(run: OpenRun, asked: Mapping[str, str]) -> dict[str, Any]:
@@ -35,11 +40,11 @@ def _workers(run: OpenRun, last: StepMetrics | None) -> list[dict[str, Any]]:
     step = last.step if last else 0
     workers = run.steps.workers
     total = sum(worker.tokens for worker in workers.values())
-    here = "to the last step" if step >= run.config.get("steps", math.inf) else "samples"
+    here, told = "to the last step" if step >= run.config.get("steps", math.inf) else "samples", _told(run)
     return [
         {
             "name": name,
-            "state": here if worker.last_step == step else f"nothing since step {worker.last_step}",
+            "state": told.get(name) or (here if worker.last_step == step else f"nothing since step {worker.last_step}"),
             "version": worker.version,
             "steps": [worker.first_step, worker.last_step],
             "groups": worker.groups,
@@ -49,6 +54,17 @@ def _workers(run: OpenRun, last: StepMetrics | None) -> list[dict[str, Any]]:
         }
         for name, worker in workers.items()
     ]
+
+
+def _told(run: OpenRun) -> dict[str, str]:
+    """Which workers leave, have left, or were lost, by name."""
+    found: dict[str, str] = {}
+    for event in run.folder.read_events():
+        if event.kind is EventKind.RESUMED:  # names begin again
+            found.clear()
+        if (told := _TOLD.match(event.text)) is not None:
+            found[told[1]] = _STATES.get(told[2], "")
+    return found
 
 
 def _book(last: StepMetrics) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from evenkeel.actors.carriers import TokenSample, WaitNotice
 from evenkeel.actors.metrics.step_metrics import StepMetrics
-from evenkeel.actors.record.run_folder import RunEvent, RunFolder
+from evenkeel.actors.record.run_folder import EventKind, RunEvent, RunFolder
 from evenkeel.correction import PRESETS, CorrectionConfig
 from evenkeel.dashboard.correction_view import bounds_of, correction
 from evenkeel.dashboard.open_run import OpenRun
@@ -188,3 +188,23 @@ def test_books_that_don_t_add_up_say_so(tmp_path: Path) -> None:
         assert pool(OpenRun(folder.path), {})["book"]["is_balanced"] is False
         folder.append_metrics(StepMetrics(3, {"reward/mean": 0.5}))
         assert pool(OpenRun(folder.path), {})["book"]["is_balanced"] is None, "a step that doesn't say"
+
+
+def test_a_worker_s_state_is_what_the_run_has_said_of_it_last(tmp_path: Path) -> None:
+    from evenkeel.dashboard.pool_view import pool
+
+    def states() -> list[str]:
+        return [one["state"] for one in pool(OpenRun(folder.path), {})["workers"]]
+
+    with made(tmp_path, steps=1) as folder:
+        for text, expected in (
+            ("rollout 1 is up (process 7)", ["samples", "samples"]),
+            ("rollout worker 0 is gone: missed its heartbeat; others take its 3 groups", ["lost", "samples"]),
+            ("rollout worker 1 leaves, with 2 groups under way and 20 s for them: its process was told to end", ["lost", "leaving"]),
+            ("rollout worker 1 has left; 1 group goes on elsewhere from 31 tokens", ["lost", "left"]),
+            ("rollout 1 is up (process 8)", ["lost", "samples"]),
+        ):
+            folder.event("info", text)
+            assert states() == expected
+        folder.write_event(RunEvent.now("info", "going on from step 1", EventKind.RESUMED))
+        assert states() == ["samples", "samples"]
