@@ -129,8 +129,8 @@ def take_pictures(run_folder: Path, into: Path) -> None:
     from evenkeel.dashboard.views import VIEWS
 
     steps = RunFolder.view(run_folder).token_steps()
-    middle = f"?step={steps[len(steps) // 2]}"
-    asked = {"tokens": f"{middle}&colour=entropy", "correction": middle}
+    early = f"?step={steps[len(steps) // 10]}"  # while tokens are still drawn from several
+    asked = {"tokens": f"{early}&colour=entropy", "correction": early}
     # A few steps of the timeline.
     closer = "() => charts.get('Timeline')?.drawn.dispatchAction({type: 'dataZoom', dataZoomIndex: 0, start: 60, end: 80})"
     command = [sys.executable, "-m", "evenkeel", "dashboard", str(run_folder)]
