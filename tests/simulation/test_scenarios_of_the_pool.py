@@ -351,3 +351,15 @@ def test_rollouts_with_turns_of_a_worker_that_dies_go_on_from_there() -> None:
     faults = (*each("kill_worker", 60.0, 3, apart=40.0), Fault(200.0, "kill_learner"), Fault(230.0, "kill_worker"))
     run = check(Scenario(faults, {"groups_per_step": 16, "changes": TWO_TASKS, "steps": 60}, lost=4, returns=1))
     assert sum(bool(re.search(GOES_ON, line)) for line in run.trace) >= 4
+
+
+def test_turns_of_weights_that_were_taken_back_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner dies, and a worker that has groups of the same numbers again, but has said nothing of them."""
+    turned = SimulatedSampler.turned
+
+    async def silent_in_the_end(sampler: SimulatedSampler) -> None:
+        await (asyncio.sleep(3600.0) if asyncio.get_running_loop().time() > 98.0 else turned(sampler))
+
+    monkeypatch.setattr(SimulatedSampler, "turned", silent_in_the_end)
+    shape = {"groups_per_step": 16, "changes": TWO_TASKS, "steps": 40}
+    check(Scenario((Fault(100.0, "kill_learner"), Fault(104.6, "kill_worker")), shape, lost=1, returns=1, told={GOES_ON: 0}))
