@@ -490,7 +490,7 @@ class AnswerPlace:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedGroup:
-    """What a worker that leaves hands back of a group: finished and unfinished answers."""
+    """What a worker has of a group that is not whole: handed back as it leaves, told after a turn, or left by an engine that failed."""
 
     group_id: int
     """That of its ticket."""
