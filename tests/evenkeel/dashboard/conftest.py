@@ -67,8 +67,10 @@ class Seen:
     complaints: list[str] = field(default_factory=list)
 
     def view(self, place: str, ready: str) -> None:
-        """Go to a view, such as "tokens?step=2", and wait for what this selector names."""
-        self.page.evaluate("place => { location.hash = place }", place)
+        """Go to a view, such as "tokens?step=2", and wait for what this selector names: in this view, not in the one that was left."""
+        mark = "const before = location.href; for (const one of document.querySelector('#view').children) one.dataset.left = ''"
+        if self.page.evaluate(f"place => {{ {mark}; location.hash = place; return location.href !== before }}", place):
+            self.page.wait_for_function("() => !document.querySelector('#view > [data-left]')")
         self.page.wait_for_selector(ready)
 
     def points(self, chart: str, series: int) -> list[list[float]]:

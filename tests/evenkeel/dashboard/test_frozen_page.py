@@ -33,7 +33,7 @@ def test_the_frozen_page_shows_every_view_and_fetches_nothing(tmp_path: Path, br
     seen.view("timeline", "main p")
     seen.view("tokens?step=11", ".tokens .t")
     assert page.locator("#choose-step option").all_inner_texts() == ["the newest", "40", "11", "3"], "the first, the middle, the last"
-    assert page.locator(".tokens").nth(0).locator(".t").nth(1).inner_text() == PIECES[1]
+    assert page.locator(".tokens").nth(0).locator(".t").nth(1).text_content() == PIECES[1]
     seen.view("tokens?kind=held_out", ".tokens .t")
     seen.view("tokens?step=7", ".refusal")
     assert "evenkeel dashboard shows all of the run" in page.inner_text(".refusal")

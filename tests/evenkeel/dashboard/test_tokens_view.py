@@ -42,7 +42,7 @@ def test_the_text_is_that_of_the_tokens_and_is_not_obeyed(finished: tuple[RunFol
     seen.view("tokens?step=7", ".tokens .t")
     assert bodies(seen) == [[SHOWN if i == 4 else PIECES[i] for i in range(9)]] * 4
     assert "taken" not in seen.page.title()
-    heads = seen.page.locator(".answer header").all_inner_texts()
+    heads = seen.page.locator(".answer header").all_text_contents()
     assert "group 70, answer 1" in heads[1] and "reward 0.25" in heads[1] and "advantage -0.5" in heads[1] and "9 tokens" in heads[1]
 
 
@@ -153,11 +153,11 @@ def test_groups_and_rewards_lead_to_their_trajectories(finished: tuple[RunFolder
     assert sum(bars) == 6 and bars[-1] == 2 and bars[0] == 1 and bars[5] == bars[10] == bars[15] == 1
     seen.page.get_by_role("button", name="71", exact=True).click()
     seen.page.wait_for_selector(".beside-each-other")
-    assert ["group 71, answer 0" in text for text in seen.page.locator(".answer header").all_inner_texts()] == [True, False]
+    assert ["group 71, answer 0" in text for text in seen.page.locator(".answer header").all_text_contents()] == [True, False]
     seen.page.click("#all-groups")
     seen.view("tokens?step=7&low=0.5&high=0.6", "h2")
     seen.page.wait_for_function("() => document.querySelectorAll('.answer').length === 1")
-    assert "reward 0.5" in seen.page.inner_text(".answer header")
+    assert "reward 0.5" in (seen.page.text_content(".answer header") or "")
     seen.view("tokens?find=NUMBER 1", "section .scroll tbody tr")
     rows = seen.page.locator("section .scroll tbody tr").all_inner_texts()
     assert len(rows) == 8 and rows[0].split("\t")[1] == "40", "of three steps and the evaluation, the newest first"
@@ -179,7 +179,7 @@ def test_a_click_on_a_bar_of_rewards_shows_all_of_its_answers(tmp_path: Path, lo
         assert seen.points("Rewards of the batch", 0)[0] == 1
         seen.page.evaluate("() => charts.get('Rewards of the batch').onClick({dataIndex: 0})")
         seen.page.wait_for_function("() => document.querySelectorAll('.answer').length === 1")
-        assert "reward -0.3333" in seen.page.inner_text(".answer header")
+        assert "reward -0.3333" in (seen.page.text_content(".answer header") or "")
 
 
 def test_a_search_finds_a_character_of_several_tokens(tmp_path: Path) -> None:
