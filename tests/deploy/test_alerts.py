@@ -20,8 +20,9 @@ ALERTS = ROOT / "deploy" / "alerts.yml"
 PROMTOOL = ROOT / ".tools" / "prometheus" / "promtool"
 
 # Values of series at minutes 0, 1, 2 ... (AxN is N + 1 times A; A+BxN rises by B); and for each alert, at which minutes it fires or not.
-RUN = '{job="evenkeel", instance="a:1", role="controller"}'
-NODE = '{job="evenkeel", role="ray", instance="n:1"}'
+RUN = '{job="evenkeel", run="one", instance="a:1", role="controller", name="0"}'
+RESUMED = RUN.replace("a:1", "b:2")
+NODE = '{job="evenkeel", run="one", role="ray", instance="n:1", name="0"}'
 SERIES = {
     f"evenkeel_monitor_level{RUN}": "0x4 1x3 0x2 2x1 1x16 0x200",  # ok to 4, watch to 8, ok to 11, alarm to 13, watch to 30
     f"evenkeel_steps_skipped_total{RUN}": "0x19 3x200",
@@ -68,12 +69,12 @@ FIRES: dict[str, dict[int, bool]] = {
     "EvenkeelMemoryFull": {53: False, 56: True, 61: False},
 }
 # Labels of what fires besides its severity.
-_OF_RUN = {"job": "evenkeel", "instance": "a:1"}
-_OF_NODE = {"job": "evenkeel", "instance": "n:1"}
+_OF_DRIVER = {"job": "evenkeel", "run": "one", "instance": "a:1", "role": "controller", "name": "0"}
+_OF_NODE = {"run": "one", "instance": "n:1"}
 _OTHERS: dict[str, dict[str, str]] = {
-    "EvenkeelAlarm": _OF_RUN,
-    "EvenkeelWatch": _OF_RUN,
-    "EvenkeelPoolFails": {**_OF_RUN, "kind": "engine_lost"},
+    "EvenkeelAlarm": {"run": "one"},
+    "EvenkeelWatch": {"run": "one"},
+    "EvenkeelPoolFails": {"run": "one", "kind": "engine_lost"},
     "EvenkeelDiskFull": _OF_NODE,
     "EvenkeelMemoryFull": _OF_NODE,
 }
@@ -104,7 +105,12 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     resumed = [{"series": f"evenkeel_step{RUN}", "values": "_x60 35x45"}]
     stands = [(67, []), (90, []), (99, [_alert(by_name["EvenkeelRunStands"])])]
     new = [{"eval_time": f"{minute}m", "alertname": "EvenkeelRunStands", "exp_alerts": alerts} for minute, alerts in stands]
-    parts = [(given, checks), (aged, [old]), (resumed, new)]
+    # On watch before a resume and after it, when the driver has another port: five minutes and five are ten of one run.
+    through = [{"series": f"evenkeel_monitor_level{RUN}", "values": "1x4 stale"}]
+    through += [{"series": f"evenkeel_monitor_level{RESUMED}", "values": "_x4 1x20"}]
+    watched = [(9, []), (11, [_alert(by_name["EvenkeelWatch"])])]
+    after = [{"eval_time": f"{minute}m", "alertname": "EvenkeelWatch", "exp_alerts": alerts} for minute, alerts in watched]
+    parts = [(given, checks), (aged, [old]), (resumed, new), (through, after)]
     cases = [{"interval": "1m", "input_series": series, "alert_rule_test": wanted} for series, wanted in parts]
     tests = {"rule_files": [str(ALERTS)], "tests": cases}
     path = tmp_path / "test.yml"
@@ -117,7 +123,7 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
 
 def _alert(rule: dict[str, Any]) -> dict[str, Any]:
     """As it fires."""
-    labels = _OTHERS.get(rule["alert"], {**_OF_RUN, "role": "controller"})
+    labels = _OTHERS.get(rule["alert"], _OF_DRIVER)
     told = {name: re.sub(r"{{ \$labels\.(\w+) }}", lambda found: labels[found[1]], text) for name, text in rule["annotations"].items()}
     return {"exp_labels": {**labels, **rule["labels"]}, "exp_annotations": told}
 
@@ -127,6 +133,7 @@ def test_each_alert_has_a_section_that_says_what_it_means_what_to_look_at_and_wh
     sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", page, re.DOTALL | re.MULTILINE))
     assert list(sections) == [rule["alert"] for rule in rules()], "in the order of the file"
     for rule in rules():
+        assert "un {{ $labels.run }}" in rule["annotations"]["summary"], "the run, by the word that the board has for it"
         assert rule["annotations"]["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"
         assert all(f"**{word}.**" in sections[rule["alert"]] for word in ("Means", "Look at", "Do")), rule["alert"]
 
