@@ -1,8 +1,18 @@
 """What `evenkeel deploy --kuberay` prints: pods against Kubernetes' own schema, fields of KubeRay and of the Prometheus operator against
-their API references, sizes against what the run asks for, and groups as Ray's own autoscaler reads them.
+their sources, sizes against what the run asks for, and groups as Ray's own autoscaler reads them.
 
-Source: KubeRay's API reference, ray.io/v1 (1.6); the Prometheus operator's, monitoring.coreos.com. Kubernetes' schemas are those of the
-package kubernetes-validate, strict: unknown fields are refused. Nothing here is applied: there is no Kubernetes where evenkeel is tested.
+Kubernetes' schemas are those of the package kubernetes-validate, strict: unknown fields are refused. No package has the other two, so
+FIELDS, REQUIRED and refused_by_kuberay are read off their sources, for the fields that our documents have; any other is refused:
+
+* ray-project/kuberay: ray.io_rayclusters.yaml of its chart at 017710c (what an API server checks), apis/ray/v1/rayjob_types.go at 0057210
+  (from which that of jobs is made), and what the operator refuses itself, controllers/ray/utils/validation.go at 0074504; with what
+  raycluster_types.go and validation.go have got since 1.6 (bounds of replicas and of idle times).
+* prometheus-operator/prometheus-operator: apis/monitoring/v1/podmonitor_types.go at 3ece7bb and prometheus_types.go at d9f7213,
+  v1alpha1/scrapeconfig_types.go at 5ad8c5d.
+
+Every set of values below stands in its schema as an enum; none is ours alone. `minReplicas` and `maxReplicas` are required there and have
+defaults, which an API server fills in first; here they have to be given. Nothing here is applied: there is no Kubernetes where evenkeel is
+tested.
 """
 
 from __future__ import annotations
@@ -10,12 +20,14 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from packaging.version import Version
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from typer.testing import CliRunner
 
@@ -38,18 +50,23 @@ SHAPES = {"qwen3_30b_a3b_4nodes": QWEN3_30B_A3B, "qwen3_8b_8gpu": QWEN3_8B}
 ELASTIC = ("rollout.min_workers=1", "rollout.max_workers=16")
 ON_VOLUME = ("model=/shared/models/m", "run_dir=/shared/runs/r", "ray.address=auto")
 CASES = [("qwen3_30b_a3b_4nodes", ()), ("qwen3_8b_8gpu", ELASTIC)]
-# Kind -> field -> its type: another kind's name, "pod" (a PodTemplateSpec), "list of ...", or Python's.
+DURATION = re.compile(r"0|(\d+y)?(\d+w)?(\d+d)?(\d+h)?(\d+m)?(\d+s)?(\d+ms)?")
+LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+# As in the schema, which has each of them with a capital, too.
+ACTIONS = ("replace", "keep", "drop", "hashmod", "labelmap", "labeldrop", "labelkeep", "lowercase", "uppercase", "keepequal", "dropequal")
+API = {
+    "RayJob": "ray.io/v1",
+    "RayCluster": "ray.io/v1",
+    "PodMonitor": "monitoring.coreos.com/v1",
+    "ScrapeConfig": "monitoring.coreos.com/v1alpha1",
+}
+# Kind -> field -> its type: another kind's name, "pod" (a PodTemplateSpec), "list of ...", values, a pattern, or Python's; int is an int32.
 FIELDS: dict[str, dict[str, Any]] = {
     "RayJob": {
         "entrypoint": str,
         "runtimeEnvYAML": str,
         "shutdownAfterJobFinishes": bool,
         "ttlSecondsAfterFinished": int,
-        "backoffLimit": int,
-        "submissionMode": str,
-        "activeDeadlineSeconds": int,
-        "submitterPodTemplate": "pod",
-        "suspend": bool,
         "rayClusterSpec": "RayCluster",
     },
     "RayCluster": {
@@ -59,28 +76,32 @@ FIELDS: dict[str, dict[str, Any]] = {
         "autoscalerOptions": "AutoscalerOptions",
         "headGroupSpec": "HeadGroup",
         "workerGroupSpecs": "list of WorkerGroup",
-        "suspend": bool,
     },
-    "AuthOptions": {"mode": ("token", "disabled"), "secretName": str},
-    "AutoscalerOptions": {"version": ("v1", "v2"), "idleTimeoutSeconds": int, "upscalingMode": ("Default", "Aggressive", "Conservative")},
-    "HeadGroup": {"rayStartParams": "strings", "template": "pod", "serviceType": str, "enableIngress": bool},
+    "AuthOptions": {"mode": ("disabled", "token")},
+    "AutoscalerOptions": {"version": ("v1", "v2"), "idleTimeoutSeconds": int},
+    "HeadGroup": {"rayStartParams": "strings", "template": "pod"},
     "WorkerGroup": {
         "groupName": str,
         "replicas": int,
         "minReplicas": int,
         "maxReplicas": int,
-        "numOfHosts": int,
-        "idleTimeoutSeconds": int,
         "rayStartParams": "strings",
         "template": "pod",
-        "suspend": bool,
     },
-    "PodMonitor": {"selector": "Selector", "podMetricsEndpoints": "list of PodEndpoint", "jobLabel": str},
+    "PodMonitor": {"selector": "Selector", "podMetricsEndpoints": "list of PodEndpoint"},
     "Selector": {"matchLabels": "strings"},
-    "PodEndpoint": {"port": str, "interval": str, "path": str, "relabelings": "list of Relabelling"},
-    "ScrapeConfig": {"httpSDConfigs": "list of HttpDiscovery", "jobName": str, "scrapeInterval": str, "relabelings": "list of Relabelling"},
-    "Relabelling": {"sourceLabels": list, "regex": str, "action": str, "targetLabel": str, "replacement": str},
-    "HttpDiscovery": {"url": str, "refreshInterval": str},
+    "PodEndpoint": {"port": str, "interval": DURATION, "relabelings": "list of Relabelling"},
+    "ScrapeConfig": {"httpSDConfigs": "list of HttpDiscovery", "jobName": re.compile(".+"), "relabelings": "list of Relabelling"},
+    "Relabelling": {"sourceLabels": "list of label", "regex": str, "action": ACTIONS, "targetLabel": str, "replacement": str},
+    "HttpDiscovery": {"url": re.compile("https?://.+"), "refreshInterval": DURATION},
+}
+REQUIRED = {
+    "RayJob": {"rayClusterSpec"},  # by validation.go: this, or a selector of clusters
+    "RayCluster": {"headGroupSpec"},
+    "HeadGroup": {"template"},
+    "WorkerGroup": {"groupName", "minReplicas", "maxReplicas", "template"},
+    "PodMonitor": {"selector"},
+    "HttpDiscovery": {"url"},
 }
 
 
@@ -99,20 +120,25 @@ def of_kind(found: list[Any], kind: str) -> Any:
 
 
 def check(document: Any) -> None:
-    """Raises: ValueError or kubernetes_validate.ValidationError for what its API doesn't know."""
-    if document["kind"] not in FIELDS:
+    """Raises: ValueError or kubernetes_validate.ValidationError for what its API refuses."""
+    kind = document["kind"]
+    if kind not in API:
         kubernetes_validate.validate(document, "1.37", strict=True)
         return
-    if set(document) != {"apiVersion", "kind", "metadata", "spec"}:
-        raise ValueError(f"{document['kind']}: {sorted(document)}")
+    if set(document) != {"apiVersion", "kind", "metadata", "spec"} or document["apiVersion"] != API[kind]:
+        raise ValueError(f"{kind}: {sorted(document)} of {document.get('apiVersion')}")
     kubernetes_validate.validate({"apiVersion": "v1", "kind": "ConfigMap", "metadata": document["metadata"]}, "1.37", strict=True)
-    _check(document["spec"], document["kind"])
+    _check(document["spec"], kind)
+    if document["apiVersion"] == "ray.io/v1" and (said := list(refused_by_kuberay(document))):
+        raise ValueError("; ".join(said))
 
 
 def _check(value: Any, wanted: Any) -> None:
     if isinstance(wanted, str) and wanted.startswith("list of "):
+        if not isinstance(value, list):
+            raise ValueError(f"{value!r} is no list")
         for one in value:
-            _check(one, wanted.removeprefix("list of "))
+            _check(one, LABEL if wanted == "list of label" else wanted.removeprefix("list of "))
     elif wanted == "pod":
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "PodTemplate", "template": value}, "1.37", strict=True)
     elif wanted == "strings":
@@ -121,13 +147,51 @@ def _check(value: Any, wanted: Any) -> None:
     elif isinstance(wanted, str):
         if unknown := set(value) - set(FIELDS[wanted]):
             raise ValueError(f"{wanted} has no {unknown}")
+        if missing := REQUIRED.get(wanted, set()) - set(value):
+            raise ValueError(f"{wanted} needs {missing}")
         for name, inner in value.items():
             _check(inner, FIELDS[wanted][name])
     elif isinstance(wanted, tuple):
         if value not in wanted:
             raise ValueError(f"{value} is none of {wanted}")
-    elif type(value) is not wanted:
+    elif isinstance(wanted, re.Pattern):
+        if not isinstance(value, str) or not wanted.fullmatch(value):
+            raise ValueError(f"{value!r} isn't {wanted.pattern}")
+    elif type(value) is not wanted or (wanted is int and abs(value) >= 1 << 31):
         raise ValueError(f"{value!r} is no {wanted.__name__}")
+
+
+def refused_by_kuberay(document: Any) -> Iterator[str]:
+    """What ValidateRayJobSpec, ValidateRayClusterSpec and those of names say against it, of what FIELDS lets pass."""
+    spec, is_job = document["spec"], document["kind"] == "RayJob"
+    name, longest = document["metadata"]["name"], 47 if is_job else 53  # the operator appends six characters to a job's
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > longest:
+        yield f"name {name}: no label of DNS, or longer than {longest}"
+    if is_job:
+        ttl = spec.get("ttlSecondsAfterFinished", 0)
+        if ttl < 0 or (ttl > 0 and not spec.get("shutdownAfterJobFinishes")):
+            yield "ttlSecondsAfterFinished is negative, or without shutdownAfterJobFinishes"
+        if not isinstance(yaml.safe_load(spec.get("runtimeEnvYAML", "{}")), dict):
+            yield "runtimeEnvYAML is no mapping"
+        spec = spec["rayClusterSpec"]
+    scaler, head = spec.get("autoscalerOptions", {}), spec["headGroupSpec"]
+    if scaler.get("idleTimeoutSeconds", 0) < 0:
+        yield "idleTimeoutSeconds is negative"
+    if spec.get("authOptions", {}).get("mode") == "token" and Version(spec.get("rayVersion", "0")) < Version("2.52"):
+        yield "authOptions.mode is 'token': rayVersion has to be 2.52 or newer"
+    for group in [head, *spec.get("workerGroupSpecs", [])]:
+        params, pod = group.get("rayStartParams", {}), group["template"]["spec"]
+        if not pod["containers"] or {"labels", "redis-username"} & set(params):
+            yield "a group has no container, or parameters of ray start that are fields of KubeRay's"
+        if spec.get("enableInTreeAutoscaling") and scaler.get("version") == "v2" and pod.get("restartPolicy", "Never") != "Never":
+            yield "restartPolicy has to be Never with autoscaler v2"
+    if {"RAY_REDIS_ADDRESS", "REDIS_USERNAME", "RAY_enable_autoscaler_v2"} & {
+        one["name"] for container in head["template"]["spec"]["containers"][:1] for one in container.get("env", [])
+    }:
+        yield "the head's environment has what is a field of KubeRay's"
+    for group in spec.get("workerGroupSpecs", []):
+        if not 0 <= group["minReplicas"] <= group["maxReplicas"]:
+            yield f"{group['groupName']}: not 0 <= minReplicas <= maxReplicas"
 
 
 @pytest.mark.parametrize(("recipe", "overrides"), CASES)
@@ -140,26 +204,69 @@ def test_every_document_is_valid_and_says_all_of_the_recipe(recipe: str, overrid
     assert with_devices(RunConfig.model_validate(yaml.safe_load(text)), has_gpu=True) == config
 
 
+ABSENT = object()
+CLUSTER = ["spec", "rayClusterSpec"]
+HEAD_POD, ROLLOUTS = [*CLUSTER, "headGroupSpec", "template", "spec"], [*CLUSTER, "workerGroupSpecs", 1]
+
+
 @pytest.mark.parametrize(
-    ("kind", "path"),
+    ("kind", "path", "value", "said"),
     [
-        ("RayJob", ["spec", "entryPoint"]),
-        ("RayJob", ["spec", "rayClusterSpec", "autoscalerOption"]),
-        ("RayJob", ["spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "containers", 0, "resource"]),
-        ("RayJob", ["spec", "rayClusterSpec", "workerGroupSpecs", 1, "minReplica"]),
-        ("RayJob", ["spec", "rayClusterSpec", "workerGroupSpecs", 1, "template", "spec", "volumes", 1, "emptyDir", "sizelimit"]),
-        ("Service", ["spec", "selectors"]),
-        ("ScrapeConfig", ["spec", "httpSDConfigs", 0, "uri"]),
+        # What no schema knows, at every depth.
+        ("RayJob", ["spec", "entryPoint"], "1", "RayJob has no"),
+        ("RayJob", [*CLUSTER, "autoscalerOption"], "1", "RayCluster has no"),
+        ("RayJob", [*HEAD_POD, "containers", 0, "resource"], "1", "resource"),
+        ("RayJob", [*ROLLOUTS, "minReplica"], "1", "WorkerGroup has no"),
+        ("RayJob", [*ROLLOUTS, "template", "spec", "volumes", 1, "emptyDir", "sizelimit"], "1", "sizelimit"),
+        ("Service", ["spec", "selectors"], "1", "selectors"),
+        ("PodMonitor", ["spec", "podMetricsEndpoints", 0, "scrapeInterval"], "1s", "PodEndpoint has no"),
+        ("ScrapeConfig", ["spec", "httpSDConfigs", 0, "uri"], "1", "HttpDiscovery has no"),
+        # What has to be there.
+        ("RayJob", CLUSTER, ABSENT, "RayJob needs"),
+        ("RayJob", [*CLUSTER, "headGroupSpec"], ABSENT, "RayCluster needs"),
+        ("RayJob", [*CLUSTER, "headGroupSpec", "template"], ABSENT, "HeadGroup needs"),
+        ("RayJob", [*ROLLOUTS, "maxReplicas"], ABSENT, "WorkerGroup needs"),
+        ("RayJob", [*HEAD_POD, "containers"], ABSENT, "containers"),
+        ("PodMonitor", ["spec", "selector"], ABSENT, "PodMonitor needs"),
+        ("ScrapeConfig", ["spec", "httpSDConfigs", 0, "url"], ABSENT, "HttpDiscovery needs"),
+        # Types, and values out of a schema's sets and patterns.
+        ("RayJob", ["apiVersion"], "ray.io/v1alpha1", "RayJob: "),
+        ("RayJob", ["spec", "ttlSecondsAfterFinished"], "600", "no int"),
+        ("RayJob", [*ROLLOUTS, "maxReplicas"], 1 << 31, "no int"),
+        ("RayJob", [*ROLLOUTS, "replicas"], True, "no int"),
+        ("RayJob", [*CLUSTER, "headGroupSpec", "rayStartParams", "num-gpus"], 0, "not all strings"),
+        ("RayJob", [*CLUSTER, "autoscalerOptions", "version"], "v3", "none of"),
+        ("RayJob", [*CLUSTER, "workerGroupSpecs"], {}, "no list"),
+        ("PodMonitor", ["spec", "podMetricsEndpoints", 0, "interval"], "15 s", "isn't"),
+        ("ScrapeConfig", ["spec", "relabelings", 0, "action"], "remove", "none of"),
+        ("ScrapeConfig", ["spec", "relabelings", 0, "sourceLabels"], ["a-b"], "isn't"),
+        ("ScrapeConfig", ["spec", "httpSDConfigs", 0, "url"], "run-metrics:9400/sd", "isn't"),
+        # What the operator refuses itself.
+        ("RayJob", ["metadata", "name"], "a" * 48, "name a"),
+        ("RayJob", ["metadata", "name"], "7b", "name 7b"),
+        ("RayJob", ["spec", "shutdownAfterJobFinishes"], False, "ttlSecondsAfterFinished"),
+        ("RayJob", ["spec", "runtimeEnvYAML"], "- pip", "no mapping"),
+        ("RayJob", [*CLUSTER, "rayVersion"], "2.51.1", "2.52"),
+        ("RayJob", [*CLUSTER, "autoscalerOptions", "idleTimeoutSeconds"], -1, "negative"),
+        ("RayJob", [*HEAD_POD, "restartPolicy"], "Always", "restartPolicy"),
+        ("RayJob", [*ROLLOUTS, "template", "spec", "restartPolicy"], "OnFailure", "restartPolicy"),
+        ("RayJob", [*HEAD_POD, "containers", 0, "env", 0, "name"], "RAY_enable_autoscaler_v2", "environment"),
+        ("RayJob", [*ROLLOUTS, "rayStartParams", "labels"], "a=b", "ray start"),
+        ("RayJob", [*ROLLOUTS, "template", "spec", "containers"], [], "no container"),
+        ("RayJob", [*ROLLOUTS, "minReplicas"], 17, "minReplicas <= maxReplicas"),
     ],
 )
-def test_an_unknown_field_is_refused(kind: str, path: list[Any]) -> None:
-    """The check above means something, at every depth."""
+def test_what_a_cluster_would_refuse_is_refused(kind: str, path: list[Any], value: Any, said: str) -> None:
+    """The check above means something."""
     document = copy.deepcopy(of_kind(documents("qwen3_8b_8gpu", *ELASTIC)[0], kind))
     section = document
     for name in path[:-1]:
         section = section[name]
-    section[path[-1]] = "1"
-    with pytest.raises((ValueError, kubernetes_validate.ValidationError)):
+    if value is ABSENT:
+        del section[path[-1]]
+    else:
+        section[path[-1]] = value
+    with pytest.raises((ValueError, kubernetes_validate.ValidationError), match=re.escape(said)):
         check(document)
 
 
