@@ -59,7 +59,7 @@ def main() -> None:
 def print_few_rows(turns: int) -> None:
     """The real model's decode steps."""
     kernel = FewRows()
-    print(f"a decode step of a real model; the engine {'uses' if kernel.agrees() and not is_needed() else 'does not use'} its kernel here")
+    print(f"a decode step of a real model; the engine {'uses' if kernel.agrees and not is_needed() else 'does not use'} its kernel here")
     print("  rows  MKL / kernel: layers  head")
     layers = [torch.randn(outer, inner).t() for inner, outer in REAL.values() for _ in range(REAL_LAYERS)]
     head = [torch.randn(*reversed(REAL_HEAD)).t()]

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -34,8 +36,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.mismatch_operators import OPERATORS, PartlyAlignedRank, Switch, switched_engines
+from benchmarks.mismatch_operators import OPERATORS, PartlyAlignedRank
 from benchmarks.sides import ROOT, options
+from benchmarks.switched_engines import Switch, switched_engines
 from evenkeel.correction import CorrectionConfig, PackedBatch, defer
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.learner_rank import LearnerRank
@@ -120,7 +123,7 @@ def prompt_ids(tokenizer: Any, question: str) -> tuple[int, ...]:
 
 
 def sums(tokenizer: Any, count: int, seed: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Prompts of recipes/smollm2_sums.yaml, and what judges an answer's text."""
+    """Prompts, and what judges an answer's text."""
     import reasoning_gym
 
     terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -398,17 +401,25 @@ STEPS, GROUPS, SAMPLES = 4, 8, 8
 TRAINING = CorrectionConfig(preset="tis-token")
 
 
+def recipe_sums(tokenizer: Any) -> Iterator[tuple[tuple[int, ...], Callable[[str], float]]]:
+    """Prompts of recipes/smollm2_sums.yaml in some order, and its reward: the two-digit sums above are too hard to learn from."""
+    rows = [json.loads(line) for line in (ROOT / "recipes" / "sums.jsonl").read_text().splitlines()]
+    for row in random.Random(0).sample(rows, len(rows)):
+        yield prompt_ids(tokenizer, row["prompt"]), lambda answer, row=row: float(re.findall(r"-?\d+", answer)[-1:] == [row["answer"]])
+
+
 async def trained_texts(model: Path) -> list[tuple[Text, list[float]]]:
     """Sums for the steps, sampled by an engine in float32: the weights before the first step. Their batch is the number of the step."""
     tokenizer = load_tokenizer(model)
+    fresh = recipe_sums(tokenizer)
     engine = await RolloutEngine.start(model, engine_config("float32"))
     try:
-        asked = [(step, group, *prompt) for step in range(STEPS) for group, prompt in enumerate(sums(tokenizer, GROUPS, seed=100 + step))]
+        asked = [(step, group, *next(fresh)) for step in range(STEPS) for group in range(GROUPS)]
         answers = await asyncio.gather(
             *(
                 engine.generate(
                     prompt,
-                    max_tokens=SHORT,
+                    max_tokens=TOKENS,
                     samples=SAMPLES,
                     seeds=[1000 * number + sample for sample in range(SAMPLES)],
                     deadline_s=DEADLINE_S,

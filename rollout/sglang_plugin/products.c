@@ -3,17 +3,25 @@
  * A general library copies all weights into a layout of its own first, which takes as long as the products of some ten rows. Here COLUMNS
  * rows of the weights at a time are transposed into the first cache, while the next ones are asked of memory, and multiplied by all rows.
  *
- * Each result is a sum of sums of DEPTH products, added in order by fused operations: the very bits of MKL's products of many rows on AMD's
- * processors, on which the learner computes.
+ * Each result is a sum of sums of `deep` products, added in order by fused operations: the very bits of MKL's products of many rows, by which
+ * the learner computes, where `deep` is MKL's on this processor (products.py).
  */
 #include <stdint.h>
 
-#define LANES 8
+#define LANES 8                      /* of a vector that is transposed */
 #define COLUMNS (2 * LANES)
-#define ROWS 6                       /* of x at a time: their sums are 12 of the 16 vector registers */
-#define DEPTH 192
+#define MOST_DEPTH 384
+#ifdef __AVX512F__
+#define WIDE COLUMNS                 /* of a vector that is multiplied */
+#define ROWS 8                       /* of x at a time: as many sums as operations are under way */
+#else
+#define WIDE LANES
+#define ROWS 6                       /* their sums are 12 of the 16 vector registers */
+#endif
+#define VECTORS (COLUMNS / WIDE)
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4)));
 #ifdef __clang__
 #define SHUFFLE __builtin_shufflevector
 #else
@@ -54,33 +62,34 @@ static void transpose(const float *weight, const float *next, int64_t stride, in
 static inline __attribute__((always_inline)) void add_products(const float *x, int64_t stride, const float *panel, int64_t depth, float *out,
                                                                 int64_t columns, int rows, int is_first)
 {
-    vec sum[ROWS][2];
+    wide sum[ROWS][VECTORS];
     for (int m = 0; m < rows; m++)
-        sum[m][0] = sum[m][1] = (vec){0};
-    for (int64_t k = 0; k < depth; k++) {
-        const vec left = *(const vec *)(panel + k * COLUMNS), right = *(const vec *)(panel + k * COLUMNS + LANES);
-        for (int m = 0; m < rows; m++) {
-            sum[m][0] += x[m * stride + k] * left;
-            sum[m][1] += x[m * stride + k] * right;
+        for (int v = 0; v < VECTORS; v++)
+            sum[m][v] = (wide){0};
+    for (int64_t k = 0; k < depth; k++)
+        for (int v = 0; v < VECTORS; v++) {
+            const wide weights = *(const wide *)(panel + k * COLUMNS + v * WIDE);
+            for (int m = 0; m < rows; m++)
+                sum[m][v] += x[m * stride + k] * weights;
         }
-    }
     for (int m = 0; m < rows; m++)
-        for (int v = 0; v < 2; v++) {
-            vec *place = (vec *)(out + m * columns + v * LANES);
+        for (int v = 0; v < VECTORS; v++) {
+            wide *place = (wide *)(out + m * columns + v * WIDE);
             *place = is_first ? sum[m][v] : *place + sum[m][v];
         }
 }
 
-/* out [rows][columns] = x [rows][inner] times the transpose of weight [columns][inner]; columns are a multiple of COLUMNS, inner of LANES. */
-void multiply(const float *x, const float *weight, float *out, int64_t rows, int64_t inner, int64_t columns)
+/* out [rows][columns] = x [rows][inner] times the transpose of weight [columns][inner]; columns are a multiple of COLUMNS, inner and
+ * deep of LANES, deep is at most MOST_DEPTH. */
+void multiply(const float *x, const float *weight, float *out, int64_t rows, int64_t inner, int64_t columns, int64_t deep)
 {
 #pragma omp parallel for schedule(static)
     for (int64_t column = 0; column < columns; column += COLUMNS) {
-        float panel[DEPTH * COLUMNS] __attribute__((aligned(64)));
-        for (int64_t k = 0; k < inner; k += DEPTH) {
-            const int64_t depth = inner - k < DEPTH ? inner - k : DEPTH;
+        float panel[MOST_DEPTH * COLUMNS] __attribute__((aligned(64)));
+        for (int64_t k = 0; k < inner; k += deep) {
+            const int64_t depth = inner - k < deep ? inner - k : deep;
             const float *here = weight + column * inner + k;
-            const float *next = k + DEPTH < inner ? here + DEPTH : weight + (column + COLUMNS) * inner;
+            const float *next = k + deep < inner ? here + deep : weight + (column + COLUMNS) * inner;
             transpose(here, next, inner, depth, panel);
             int64_t m = 0;
             for (; m + ROWS <= rows; m += ROWS)
@@ -88,6 +97,9 @@ void multiply(const float *x, const float *weight, float *out, int64_t rows, int
             switch (rows - m) {
 #define REST(n) case n: add_products(x + m * inner + k, inner, panel, depth, out + m * columns + column, columns, n, k == 0); break;
             REST(1) REST(2) REST(3) REST(4) REST(5)
+#if ROWS > 6
+            REST(6) REST(7)
+#endif
             }
         }
     }

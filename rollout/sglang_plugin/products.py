@@ -1,14 +1,16 @@
 """Matrix products of a decode step, few rows by many weights in float32, where our kernel (products.c) has the bits of torch's own.
 
 Torch's take up to twice as long: MKL copies the weights into another layout, each time. Its products of one row read them where they are,
-as fast as memory is, and stay. On processors where MKL adds in another order than the kernel does all stays MKL's: engine and learner
-would differ by more than they do.
+as fast as memory is, and stay. The bits that count are those of products of many rows, which the learner computes: on processors with
+AVX-512 MKL's own products of few rows have others. Where MKL adds in an order that the kernel does not know all stays MKL's: engine and
+learner would differ by more than they do.
 """
 
 from __future__ import annotations
 
 import ctypes
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +24,15 @@ FEWEST, MOST = 2, 256
 COLUMN_MULTIPLE, INNER_MULTIPLE = 16, 8
 """Of what products.c takes."""
 
+
+def _depth_with_avx512(inner: int) -> int:
+    """Pieces of 384 products, but of a contraction of up to two such pieces the halves."""
+    return inner if inner <= 384 else min(384, -(-inner // 2)) if inner <= 768 else 384
+
+
+DEPTHS: tuple[Callable[[int], int], ...] = (lambda _: 192, _depth_with_avx512)
+"""Products that MKL adds up in one piece, by the length of a contraction: on processors without AVX-512, and with it."""
+
 _overrides: list[torch.library.Library] = []
 """An override lasts as long as its library object."""
 
@@ -29,7 +40,7 @@ _overrides: list[torch.library.Library] = []
 def use() -> None:
     """Have this process multiply few rows by the kernel, if its bits are torch's here; once is enough."""
     kernel = FewRows()
-    if _overrides or not kernel.agrees():
+    if _overrides or not kernel.agrees:
         return
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
@@ -44,25 +55,29 @@ class FewRows:
     def __init__(self) -> None:
         """Raises: EngineError without a working C compiler."""
         self._multiply = compiled(SOURCE, []).multiply
-        self._multiply.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3]
+        self._multiply.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4]
         self._multiply.restype = None
+        self._depth = DEPTHS[0]
+        self.agrees = any(map(self._agrees_with, DEPTHS))
+        """Whether its bits are torch's here."""
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b of [M, K] and [K, N]; raises as torch does."""
-        return self.product(a, b) if _is_served(a, b) else torch.addmm(a.new_empty(()), a, b, beta=0)
+        is_served = _is_served(a, b) and self._depth(len(b)) % INNER_MULTIPLE == 0
+        return self.product(a, b) if is_served else torch.addmm(a.new_empty(()), a, b, beta=0)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """The kernel's, of factors that it takes."""
         a = a.contiguous()
         out = a.new_empty(len(a), b.shape[1])
-        self._multiply(a.data_ptr(), b.data_ptr(), out.data_ptr(), *a.shape, b.shape[1])
+        self._multiply(a.data_ptr(), b.data_ptr(), out.data_ptr(), *a.shape, b.shape[1], self._depth(len(b)))
         return out
 
-    def agrees(self) -> bool:
-        """Whether its bits are those of torch's products of many rows, for contractions of several lengths."""
-        generator = torch.Generator().manual_seed(0)
+    def _agrees_with(self, depth: Callable[[int], int]) -> bool:
+        """Add in pieces of this depth; whether that has the bits of torch's products of many rows, for contractions of several lengths."""
+        self._depth, generator = depth, torch.Generator().manual_seed(0)
         for rows, inner in ((64, 576), (17, 1536), (6, 64)):
-            a, weight = torch.randn(512, inner, generator=generator), torch.randn(64, inner, generator=generator)
+            a, weight = torch.randn(512, inner, generator=generator), torch.randn(576, inner, generator=generator)
             if not torch.equal(self.product(a[:rows], weight.t()), (a @ weight.t())[:rows]):
                 return False
         return True

@@ -9,10 +9,12 @@ import torch
 
 from benchmarks.mismatch_numbers import Interval, Sampled, Treatment, answers_alone, without_normalisation
 from benchmarks.mismatch_operators import OPERATORS, PartlyAlignedRank
-from benchmarks.real_mismatch import Text, of_engine, of_learner, packed, per_answer, subsets
+from benchmarks.real_mismatch import Text, engine_config, of_engine, of_learner, packed, per_answer, sampled, subsets
+from benchmarks.switched_engines import switched_engines
 from benchmarks.workloads import lengths_of_groups, random_batch, save_model
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.learner_rank import LearnerRank
+from evenkeel.rollout.engine.engine import RolloutEngine
 
 HALF, TENTH = math.log(0.5), math.log(0.1)
 
@@ -130,3 +132,20 @@ def test_an_operator_alone_changes_what_the_learner_computes(partly, operator):
     if is_same and operator == "projections":
         pytest.skip("this processor's usual products have the bits of the aligned ones")
     assert not is_same
+
+
+@pytest.mark.asyncio
+@pytest.mark.engine
+@pytest.mark.slow
+async def test_an_engine_samples_what_it_is_told_with_the_operators_it_is_told(model):
+    """Answers that no sampling would find; with other norms their logprobs are others, and with the usual ones again the first ones."""
+    texts = [Text("English", 0, 1.0, number, (3 + number, 7), tuple(range(100 + number, 110 + number))) for number in range(2)]
+    with switched_engines() as switch:
+        engine = await RolloutEngine.start(model, engine_config("bfloat16"))
+        try:
+            usual = await sampled(engine, switch, texts)
+            assert await sampled(engine, switch, texts, ("norms",)) != usual
+            assert await sampled(engine, switch, texts) == usual
+        finally:
+            await engine.shutdown()
+    assert max(max(row) for row in usual) < math.log(0.1)
