@@ -25,12 +25,12 @@ COLUMN_MULTIPLE, INNER_MULTIPLE = 16, 8
 """Of what products.c takes."""
 
 
-def _depth_with_avx512(inner: int) -> int:
+def depth_with_avx512(inner: int) -> int:
     """Pieces of 384 products, but of a contraction of up to two such pieces the halves."""
     return inner if inner <= 384 else min(384, -(-inner // 2)) if inner <= 768 else 384
 
 
-DEPTHS: tuple[Callable[[int], int], ...] = (lambda _: 192, _depth_with_avx512)
+DEPTHS: tuple[Callable[[int], int], ...] = (lambda _: 192, depth_with_avx512)
 """Products that MKL adds up in one piece, by the length of a contraction: on processors without AVX-512, and with it."""
 
 _overrides: list[torch.library.Library] = []
