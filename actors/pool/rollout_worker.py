@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -57,6 +57,16 @@ TURNS_S = 30.0
 _NEAR_S, _SEEN_S = 0.05, 0.005
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """A group under way."""
+
+    task: asyncio.Task[Answer]
+    """A repeated call for the group, after a lost answer, gets its result."""
+    spoilt: int
+    """The worker's number of spoilt updates when it began."""
+
+
 class RolloutWorker:
     """Used as a Ray actor (async). Calls overlap; a weight update pauses the engine, not the calls."""
 
@@ -73,10 +83,7 @@ class RolloutWorker:
         self._newest = (0, -1)
         self._generation = 0
         self._under_way: set[asyncio.Future[Any]] = set()
-        # Group id -> task that samples it. A repeated call for a group, after a lost answer, gets the result of the same task.
-        self._groups: dict[int, asyncio.Task[Answer]] = {}
-        # Group id -> `_spoilt` when its sampling began.
-        self._began_at: dict[int, int] = {}
+        self._groups: dict[int, _Sampling] = {}
         self._starting: asyncio.Task[ActorInfo] | None = None
         self._lane, self._clock = Lane(worker_lane(name), waits_for="work"), LoopClock()
 
@@ -145,30 +152,30 @@ class RolloutWorker:
         if generation < self._generation:
             raise LateError(f"rollout worker {self._name}: group {ticket.group_id} was withdrawn before its call came")
         self._follow(generation)
-        task = self._groups.get(ticket.group_id)
-        if task is None or task.done() or task.cancelling():
-            task = self._groups[ticket.group_id] = asyncio.ensure_future(self._generate_group(ticket))
+        own = self._groups.get(ticket.group_id)
+        if own is None or own.task.done() or own.task.cancelling():
+            work = self._generate_group(ticket, self._spoilt)
+            own = self._groups[ticket.group_id] = _Sampling(asyncio.ensure_future(work), self._spoilt)
         try:
-            (found,) = await self._until_withdrawn([task])
+            (found,) = await self._until_withdrawn([own.task])
         finally:
-            if self._groups.get(ticket.group_id) is task and task.done():
+            if self._groups.get(ticket.group_id) is own and own.task.done():
                 del self._groups[ticket.group_id]
-                self._began_at.pop(ticket.group_id, None)
         return found
 
     async def abort(self, group_id: int) -> None:
         """Abort a group and its requests. Returns when none of them is under way. Raises: EngineError if one doesn't end."""
-        if (task := self._groups.get(group_id)) is None:
+        if (own := self._groups.get(group_id)) is None:
             return
-        task.cancel()
-        if not (await asyncio.wait({task}, timeout=_ABORT_S))[0]:
+        own.task.cancel()
+        if not (await asyncio.wait({own.task}, timeout=_ABORT_S))[0]:
             raise EngineError(f"rollout worker {self._name}: group {group_id} was given up, and doesn't end in {_ABORT_S:g} s")
 
-    async def _generate_group(self, ticket: Ticket) -> Answer:
+    async def _generate_group(self, ticket: Ticket, spoilt: int) -> Answer:
         """An error that nobody has foreseen (a tokenizer that can't decode a token, say) is a failure of this group alone."""
         try:
             with self._lane.busy():
-                return await self._sampled_group(ticket)
+                return await self._sampled_group(ticket, spoilt)
         except UNANSWERED as error:
             failure = GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError))
         except (EvenkeelError, ray.exceptions.RayError):
@@ -183,11 +190,11 @@ class RolloutWorker:
         """What stands in place of references to a group's tokens and wide fields, where there are none."""
         return (None, None) if self._settings.has_wide_fields else (None,)
 
-    async def _sampled_group(self, ticket: Ticket) -> Answer:
-        generation, spoilt, began = self._generation, self._spoilt, time.monotonic()
+    async def _sampled_group(self, ticket: Ticket, spoilt: int) -> Answer:
+        """Args: spoilt: as of _Sampling."""
+        generation, began = self._generation, time.monotonic()
         tell = partial(self._lane.add, version=ticket.admitted_version, group=ticket.group_id)
         between: list[tuple[float, float]] = []
-        self._began_at[ticket.group_id] = spoilt
         try:
             group = await self._sampler.group(
                 ticket.prompt,
@@ -231,7 +238,7 @@ class RolloutWorker:
                 await self._sampler.turned()
         while self._verifying:
             await asyncio.wait(self._verifying)
-        found = self._sampler.so_far([group_id for group_id in self._groups if self._began_at.get(group_id) == self._spoilt])
+        found = self._sampler.so_far([group_id for group_id, own in self._groups.items() if own.spoilt == self._spoilt])
         return sum(one.tokens + one.read_tokens for one in found.values()), found
 
     async def answer(self, prompts: Sequence[Prompt], how: AnswerSampling) -> list[tuple[Trajectory, ...]]:
