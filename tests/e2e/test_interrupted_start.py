@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.launch import RAY_AGENTS, RECIPE, Run
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROCESSES = ("raylet", "RolloutWorker", "LearnerRankActor", "reward_process")
 SCHEDULER = "multiprocessing.spawn import spawn_main"
@@ -24,10 +24,11 @@ def an_engine_is_half_up(run: Run) -> bool:
     return all(name in run.seen_commands for name in (*PROCESSES, SCHEDULER))
 
 
-@pytest.mark.parametrize("moment", [parts_are_asked_for, pytest.param(an_engine_is_half_up, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moment", [parts_are_asked_for, an_engine_is_half_up])
 def test_ctrl_c_ends_a_start_at_once(small_model: Path, tmp_path: Path, moment: Callable[[Run], bool]) -> None:
-    """The fast suite has an engine whose owner is killed (test_asynchronous_run.py), and the children of one whose start fails
-    (tests/rollout/test_engine_children.py)."""
+    """The fast suite has it in simulated runs (tests/actors/driver/test_controller.py), Ctrl-C at an earlier moment of a real start
+    (tests/failures/test_interrupted_early.py) and in a real run (test_several_workers.py), an engine whose owner is killed
+    (test_asynchronous_run.py), and the children of one whose start fails (tests/rollout/test_engine_children.py)."""
     run = Run(tmp_path / "run", str(RECIPE), f"model={small_model}", f"run_dir={tmp_path / 'run'}")
     try:
         run.wait_until(lambda: moment(run), moment.__name__)

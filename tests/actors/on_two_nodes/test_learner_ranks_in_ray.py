@@ -3,6 +3,10 @@
 Behaviours locked here: whoever joins or exports at whatever moment, during forwards and steps, nothing hangs and the weights are, to the
 last bit, those of a run that nobody joined; a join gives the ranks neither a call nor a checksum to compute. Ranks that live when the run
 goes back to a checkpoint read it in the processes that they have, whatever is under way, and train on as if it had been the first time.
+
+The fast suite has the parts: a join makes the learner do nothing (tests/actors/weights/test_weight_sync.py), an aborted step is agreed on
+and leaves no trace (tests/learner/test_abort.py), a call is all ranks' or none's (tests/actors/ranks/test_learner_group.py), and two real
+ranks publish weights to engines that sample with their very bits (tests/e2e/test_several_workers.py).
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ from lab.background_loop import BackgroundLoop
 from tests.actors.cases import FakeActor
 from tests.actors.on_two_nodes.batch_maker import BatchMaker
 from tests.learner.learner_cases import TIS, random_batch, save_model, with_noisy_behavior
+
+pytestmark = pytest.mark.slow
 
 STEPS, JOINS = 10, 50
 PLAN = ExportPlan(8_000, checksums=True)
@@ -260,7 +266,6 @@ async def after_a_rollback(group: LearnerGroup, parts: dict[str, Any], lost: str
     return again
 
 
-@pytest.mark.slow
 def test_ranks_that_live_go_back_in_the_middle_of_a_step_and_of_a_save(cluster: Cluster, tmp_path: Path) -> None:
     """First with a step and a checkpoint under way, which nobody waits for any more; then after the end of who was to make a step's batch,
     so that no rank has got the call. Each time the two steps after the checkpoint are done again, to the same bits."""
