@@ -77,32 +77,54 @@ class Seen:
         """What a chart draws of one of its series, once one has come to it: its data as the library has it."""
         self.page.wait_for_function("name => { charts.get(name)?.box.scrollIntoView(); return charts.has(name) }", arg=chart)
         find = "([name, i]) => { const o = charts.get(name)?.drawn?.getOption(); return o && o.series[i] ? o.series[i].data : null }"
-        self.page.wait_for_function(find, arg=[chart, series])
+        self.page.wait_for_function(find, arg=[chart, series], polling=100)  # not at each frame: it copies the whole chart
         found: list[list[float]] = self.page.evaluate(find, [chart, series])
         return found
 
 
+@pytest.fixture(scope="module")
+def free(browser: playwright.Browser) -> list[Seen]:
+    """Pages that no test looks at now. One that has drawn before opens the next address in a fraction of a new one's time."""
+    return []
+
+
 @pytest.fixture
-def look(browser: playwright.Browser) -> Iterator[Callable[..., Seen]]:
-    """Opens a page; at the end no page may have had an error on its console, nor have been wider than its window."""
+def look(browser: playwright.Browser, free: list[Seen]) -> Iterator[Callable[..., Seen]]:
+    """Opens a page at a view; at the end no page may have had an error on its console, nor have been wider than its window."""
     opened: list[Seen] = []
 
-    def open_page(
-        address: str, *, width: int = 1280, height: int = 900, before: Callable[[playwright.Page], object] = lambda page: None
-    ) -> Seen:
-        page = browser.new_page(viewport={"width": width, "height": height})
+    def new_page() -> Seen:
+        page = browser.new_page()
         page.set_default_timeout(PATIENCE_MS)
         seen = Seen(page)
         page.on("console", lambda said: seen.complaints.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: seen.complaints.append(str(error)))
-        before(page)
-        page.goto(f"{address}/?token={TOKEN}")
-        page.wait_for_selector("nav a")
+        return seen
+
+    def open_page(
+        address: str,
+        place: str = "",
+        ready: str = "nav a",
+        *,
+        width: int = 1280,
+        height: int = 900,
+        before: Callable[[playwright.Page], object] = lambda page: None,
+    ) -> Seen:
+        """Args: place: of a view, such as "tokens?step=2". ready: a selector of what is waited for."""
+        seen = free.pop() if free else new_page()
+        seen.page.set_viewport_size({"width": width, "height": height})
+        seen.page.mouse.move(0, 0)
+        before(seen.page)
+        seen.page.goto(f"{address}/?token={TOKEN}" + (f"#{place}" if place else ""))
+        seen.page.wait_for_selector(ready)
         opened.append(seen)
         return seen
 
     yield open_page
     for seen in opened:
         assert seen.page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), "it is wider than its window"
-        seen.page.close()
-        assert [one for one in seen.complaints if not any(gone in one for gone in _GONE)] == []
+        seen.page.goto("about:blank")
+        complaints = [one for one in seen.complaints if not any(gone in one for gone in _GONE)]
+        seen.complaints.clear()
+        free.append(seen)
+        assert complaints == []

@@ -31,8 +31,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunFold
 
 def test_a_step_s_tokens_lie_among_the_bounds_of_the_settings(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
-    seen = look(address)
-    seen.view("correction?step=7", "#bounds")
+    seen = look(address, "correction?step=7", "#bounds")
     of = sample(7).columns
     own = {k: (of["behavior"][k], of["proximal"][k] - of["behavior"][k]) for k in range(36) if of["sampled"][k]}
     for series, place in ((0, (4, 5)), (1, (6,)), (2, (8,)), (3, (7,))):  # kept, dropped, clipped, cut to a bound
@@ -59,8 +58,7 @@ def test_a_run_that_tells_mismatch_and_staleness_apart_has_their_bounds_and_toke
         found.columns["at_sampling"] = found.columns["behavior"] + found.columns["token_ids"].astype("float32") / 8 - 1
         label = "ratio_token_mismatch"
         TokenSample(found.version, found.answers, found.offsets, found.columns, ("other", label, "x")).save(folder.tokens_path(7))
-        seen = look(address)
-        seen.view("correction?step=7", "#bounds")
+        seen = look(address, "correction?step=7", "#bounds")
         assert seen.page.locator("#choose-ratio option:checked").inner_text() == "mismatch = at sampling / behaviour"
         kept = [[pytest.approx(float(found.columns["behavior"][k])), pytest.approx(k % 9 / 8 - 1)] for k in range(36) if k % 9 in (4, 5)]
         assert sorted(seen.points("Acceptance region", 0)) == sorted(kept, key=lambda one: one[0].expected)
@@ -97,8 +95,7 @@ def test_bounds_on_sums_are_no_lines_among_means(tmp_path: Path, look: Look) -> 
     with made(tmp_path) as folder, served(folder.path) as address:
         folder.write_text("config.yaml", CONFIG.format(name="x", steps=40).replace("{preset: mis-full}", f"{{rejection: {criteria}}}"))
         with_tokens(folder, 7)
-        seen = look(address)
-        seen.view("correction?step=7", "#bounds")
+        seen = look(address, "correction?step=7", "#bounds")
         seen.points("Sequences", 0)
         lines = "name => charts.get(name).drawn.getOption().series[0].markLine.data.map(d => Math.exp(d.yAxis))"
         assert seen.page.evaluate(lines, "Sequences") == [pytest.approx(1.25)]
@@ -123,8 +120,7 @@ def test_bounds_of_turns_have_turns_for_points(tmp_path: Path) -> None:
 
 def test_mismatch_by_probability_is_that_of_the_step_s_numbers(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
-    seen = look(address)
-    seen.view("correction", "#bounds")
+    seen = look(address, "correction", "#bounds")
     chart = "Mismatch by probability under the learner"
     assert seen.points(chart, 0) == [10, 20, 30, 40, 50] and seen.points(chart, 1) == [1 + i / 8 for i in range(5)]
     assert seen.points(chart, 2) == [[i, 1 + i / 8, 0.25] for i in range(5)]
@@ -158,8 +154,7 @@ def test_every_preset_s_bounds_are_told(tmp_path: Path) -> None:
 def test_workers_and_books_are_those_of_the_last_step(finished: tuple[RunFolder, str], look: Look) -> None:
     """164 admitted = 160 trained + 1 discarded + 3 under way; worker 1 samples twice what worker 0 does."""
     _, address = finished
-    seen = look(address, width=400)
-    seen.view("pool", "#book")
+    seen = look(address, "pool", "#book", width=400)
     tiles = seen.page.locator("#book b").all_inner_texts()
     assert tiles == ["164", "160", "1", "3", "balanced"]
     rows = [row.split("\t") for row in seen.page.locator("#workers tbody tr").all_inner_texts()]

@@ -124,9 +124,7 @@ def test_each_view_follows_a_run_that_is_written_torn_and_cut_by_a_resume(tmp_pa
         with_tokens(folder, 1)
         for step in (1, 2, 3):
             write(folder, step, time=step)
-        pages = {view: look(address) for view in VIEWS}
-        for view, seen in pages.items():
-            seen.view(view.__name__, VIEWS[view])
+        pages = {view: look(address, view.__name__, ready) for view, ready in VIEWS.items()}
         before = dict.fromkeys(VIEWS)
 
         def compare() -> None:

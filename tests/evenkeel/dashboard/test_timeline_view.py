@@ -57,8 +57,7 @@ def test_the_picture_has_the_spans_of_the_file_and_one_group_s_way(tmp_path: Pat
     spans = some_spans()
     with made(tmp_path) as folder, served(folder.path) as address:
         folder.append_spans(spans)
-        seen = look(address)
-        seen.view("timeline", "#shares")
+        seen = look(address, "timeline", "#shares")
         drawn: list[dict[str, Any]] = seen.points("Timeline", 1)  # type: ignore[assignment]
         names = ("lane", "what", "begin", "end", "group")
         found = {tuple(one["span"][name] for name in names) for one in drawn}
@@ -101,8 +100,7 @@ def test_what_finds_no_room_is_counted_and_no_two_names_overlap(tmp_path: Path, 
     ]
     with made(tmp_path, steps=1) as folder, served(folder.path) as address:
         folder.append_spans(spans)
-        seen = look(address)
-        seen.view("timeline", "#shares")
+        seen = look(address, "timeline", "#shares")
         drawn: list[dict[str, Any]] = seen.points("Timeline", 1)  # type: ignore[assignment]
         rows = [(one["span"]["row"], one["span"]["begin"], one["span"]["end"], one["span"]["count"]) for one in drawn]
         assert sum(count for _, _, _, count in rows) == len(spans) and {row for row, *_ in rows} == {0, 1, 2, 3, 4}

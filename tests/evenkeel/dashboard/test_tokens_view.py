@@ -38,8 +38,7 @@ def bodies(seen: Seen) -> list[list[str]]:
 
 def test_the_text_is_that_of_the_tokens_and_is_not_obeyed(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
-    seen = look(address)
-    seen.view("tokens?step=7", ".tokens .t")
+    seen = look(address, "tokens?step=7", ".tokens .t")
     assert bodies(seen) == [[SHOWN if i == 4 else PIECES[i] for i in range(9)]] * 4
     assert "taken" not in seen.page.title()
     heads = seen.page.locator(".answer header").all_text_contents()
@@ -48,8 +47,7 @@ def test_the_text_is_that_of_the_tokens_and_is_not_obeyed(finished: tuple[RunFol
 
 def test_what_the_correction_did_is_a_class_of_each_token(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
-    seen = look(address)
-    seen.view("tokens?step=7&colour=fate", ".tokens .t.dropped")
+    seen = look(address, "tokens?step=7&colour=fate", ".tokens .t.dropped")
     classes = seen.page.evaluate("() => [...document.querySelectorAll('.tokens')[0].querySelectorAll('.t')].map(t => t.className)")
     assert classes == ["t read"] * 4 + ["t kept", "t weighted", "t dropped", "t cut", "t clipped"]
 
@@ -60,8 +58,7 @@ def test_what_was_read_and_what_was_said_are_blocks_with_the_names_of_turns(tmp_
         found = sample(7, turns=True)
         found.columns["kept_set"] = np.where(found.columns["sampled"], 3, 0).astype(np.int32)
         folder.write_tokens(7, found.save)
-        seen = look(address)
-        seen.view("tokens?step=7", ".tokens .t")
+        seen = look(address, "tokens?step=7", ".tokens .t")
         blocks = "() => [...document.querySelector('.tokens').children].map(b => [b.className, ...[...b.children].map(c => c.textContent)])"
         assert seen.page.evaluate(blocks) == [
             ["heard", "prompt", *PIECES[:4]],
@@ -113,8 +110,7 @@ def test_colours_are_as_strong_as_the_numbers(finished: tuple[RunFolder, str], l
 def test_each_version_has_a_colour_of_its_own(finished: tuple[RunFolder, str], look: Look) -> None:
     """Tokens alternate between those of versions 5 and 6, which have the palette's sixth and seventh colour; the learner has 6."""
     _, address = finished
-    seen = look(address)
-    seen.view("tokens?step=7&colour=version", ".tokens .t")
+    seen = look(address, "tokens?step=7&colour=version", ".tokens .t")
     drawn = seen.page.evaluate("() => [...document.querySelector('.tokens').querySelectorAll('.t')].map(t => t.style.backgroundColor)")
     new, old = "rgba(85, 85, 85, 0.32)", "rgba(86, 180, 233, 0.32)"
     assert drawn == ["", "", "", "", new, old, new, old, new]
@@ -124,8 +120,7 @@ def test_each_version_has_a_colour_of_its_own(finished: tuple[RunFolder, str], l
 
 def test_arrow_keys_go_from_token_to_token_with_the_file_s_numbers(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
-    seen = look(address)
-    seen.view("tokens?step=7", ".tokens .t")
+    seen = look(address, "tokens?step=7", ".tokens .t")
     seen.page.locator(".tokens").nth(1).focus()
     for _ in range(7):
         seen.page.keyboard.press("ArrowRight")
@@ -146,8 +141,7 @@ def test_arrow_keys_go_from_token_to_token_with_the_file_s_numbers(finished: tup
 
 def test_groups_and_rewards_lead_to_their_trajectories(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
-    seen = look(address)
-    seen.view("tokens?step=7", ".tokens .t")
+    seen = look(address, "tokens?step=7", ".tokens .t")
     assert seen.page.inner_text("#degenerate") == "1 of 3 groups have rewards all alike: no gradient."
     bars = seen.points("Rewards of the batch", 0)
     assert sum(bars) == 6 and bars[-1] == 2 and bars[0] == 1 and bars[5] == bars[10] == bars[15] == 1
@@ -174,8 +168,7 @@ def test_a_click_on_a_bar_of_rewards_shows_all_of_its_answers(tmp_path: Path, lo
         found = sample(7)
         answers = tuple(replace(one, reward=reward) for one, reward in zip(found.answers, (-1 / 3, 0.0, 1 / 3, 1.0), strict=True))
         folder.write_tokens(7, replace(found, answers=answers).save)
-        seen = look(address)
-        seen.view("tokens?step=7", ".tokens .t")
+        seen = look(address, "tokens?step=7", ".tokens .t")
         assert seen.points("Rewards of the batch", 0)[0] == 1
         seen.page.evaluate("() => charts.get('Rewards of the batch').onClick({dataIndex: 0})")
         seen.page.wait_for_function("() => document.querySelectorAll('.answer').length === 1")
@@ -199,8 +192,7 @@ def test_a_search_finds_a_character_of_several_tokens(tmp_path: Path) -> None:
 
 def test_held_out_answers_have_what_the_engine_says(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
-    seen = look(address)
-    seen.view("tokens?kind=held_out", ".tokens .t")
+    seen = look(address, "tokens?kind=held_out", ".tokens .t")
     assert len(bodies(seen)) == 6
     assert sum(seen.points("Rewards of the evaluation", 0)) == 6 and "Questions of the evaluation" in seen.page.inner_text("main")
     assert seen.page.locator("#choose-colour option").all_inner_texts() == ["surprise of the sampler, −log mu", "weight version"]
@@ -209,8 +201,7 @@ def test_held_out_answers_have_what_the_engine_says(finished: tuple[RunFolder, s
 def test_a_thousand_trajectories_are_made_as_one_comes_to_them(tmp_path: Path, look: Look) -> None:
     with made(tmp_path) as folder, served(folder.path) as address:
         with_tokens(folder, 2, answers=1000)
-        seen = look(address)
-        seen.view("tokens?step=2", ".tokens .t")
+        seen = look(address, "tokens?step=2", ".tokens .t")
         filled_ones = "[...document.querySelectorAll('.tokens')].filter(b => b.firstChild).length"
         count = f"() => [document.querySelectorAll('.answer').length, {filled_ones}]"
         answers, filled = seen.page.evaluate(count)
@@ -222,8 +213,7 @@ def test_a_thousand_trajectories_are_made_as_one_comes_to_them(tmp_path: Path, l
 
 def test_a_damaged_file_is_one_sentence_and_an_absent_one_says_what_is_kept(tmp_path: Path, look: Look) -> None:
     with made(tmp_path) as folder, served(folder.path) as address:
-        seen = look(address)
-        seen.view("tokens", "text=No trajectories are kept token by token yet.")
+        seen = look(address, "tokens", "text=No trajectories are kept token by token yet.")
         with_tokens(folder, 2, 5)
         folder.tokens_path(5).write_bytes(folder.tokens_path(5).read_bytes()[:200])
         seen.view("tokens?step=3", "text=Of step 3 no trajectories are kept.")
