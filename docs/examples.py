@@ -21,6 +21,9 @@ CHECKED = {
     "README": {"git clone": "`.ci/run` makes the test suite and one real step; the training that is shown was run by hand."},
     "docs/agents": {
         "# calculator.py": "Run by tests/test_agents_page.py.",
+        "# adder.py": "Run by tests/test_agents_page.py.",
+        **dict.fromkeys(("# calculator.yaml", "# adder.yaml", "# agent.yaml"), "Started by tests/test_agents_page.py."),
+        '{"prompt"': "Read by tests/test_agents_page.py.",
         "# agent.py": "Run by tests/rollout/test_agents.py, with a model that is told what to say.",
         "from evenkeel.rollout.task_folders.sandbox import opened": "Not run as it stands: tests/rollout/test_agents.py makes these calls.",
     },

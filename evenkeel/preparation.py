@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from evenkeel.actors.cluster.cluster import gpus_there
 from evenkeel.actors.cluster.hub import outline_folder
@@ -97,7 +98,7 @@ def check_inputs(config: RunConfig, model: Path | None, *, is_resumed: bool = Fa
             found += [Complaint("warn", text) for text in asyncio.run(_try_reward(config, entry, its, is_resumed=is_resumed))]
         if entry.environment is not None or entry.agent is not None:
             with kept(lacking), named(entry):
-                asyncio.run(_try_turns(entry, its, encoders.get(entry.name)))
+                found += [Complaint("warn", text) for text in asyncio.run(_try_turns(entry, its, encoders.get(entry.name)))]
     if task is not None:
         with kept(lacking):
             # A resumed run has had them checked; what the model was made from need not be there any more.
@@ -177,23 +178,29 @@ async def _try_reward(config: RunConfig, entry: TaskEntry, task: Task | None, *,
     return []
 
 
-async def _try_turns(entry: TaskEntry, task: Task | None, encoder: ChatEncoder | None) -> None:
+async def _try_turns(entry: TaskEntry, task: Task | None, encoder: ChatEncoder | None) -> list[str]:
     """Have the chat template go on after a turn, and begin one environment or look for the agent's program, so that a mistake shows before
     anything is started.
 
-    Raises: ConfigError, DataError.
+    Returns: a sentence if the template shows no tools. Raises: ConfigError, DataError.
     """
-    if encoder is not None and encoder.apply_chat_template:
-        said = encoder.tokenizer.encode("1", add_special_tokens=False)
-        encoder.following("1", said, [{"role": "user", "content": "1"}])
+    tools: Sequence[Mapping[str, Any]] = ()
     if entry.agent is not None:
         await check_program(entry.agent)
     if entry.environment is not None and task is not None:
         pool = EnvironmentPool(entry.environment)
         try:
-            await pool.check(task.held_out_sample())
+            tools = await pool.check(task.held_out_sample())
         finally:
             await pool.close()
+    if encoder is None or not encoder.apply_chat_template:
+        return []
+    said = encoder.tokenizer.encode("1", add_special_tokens=False)
+    encoder.following("1", said, [{"role": "tool" if tools else "user", "content": "1"}], tools)
+    if not tools or encoder.encode("1") != encoder.encode("1", tools):
+        return []
+    path = entry.environment.path if entry.environment is not None else ""
+    return [f"the model's chat template shows no tools, so the model isn't told of those of {path}; have reset tell it, in a system turn"]
 
 
 def warmup_demonstrations(model: Path, limit_s: float) -> tuple[Demonstration, ...]:

@@ -367,6 +367,8 @@ class EnvironmentConfig(_OwnCode, _Processes):
 
     _PLACE: ClassVar = ("rollout.environment", "class", "my_environment", "Calculator", "MODULE:CLASS")
 
+    tool_parser: str | None = None
+    """With tools of the class: SGLang's name of the form in which the model calls them, e.g. qwen25, hermes, llama3."""
     max_turns: PositiveInt = Field(default=8, le=10**4)
     """Most turns of the model in a rollout; one that isn't done then is cut."""
     max_sequences: PositiveInt = Field(default=8, le=1000)

@@ -213,6 +213,8 @@ class AnswerFacts(_Answer):
     tool_s: float = 0.0
     sequence_count: int = 1
     turn_rewards: tuple[float, ...] = ()
+    tool_calls: int = 0
+    tool_errors: int = 0
 
 
 # Values of the fields of AnswerFacts, in their order, of an answer of either kind.
@@ -252,6 +254,10 @@ class Trajectory(_Answer):
     Reward, text and error of the rollout stand in none of them."""
     tool_s: float = 0.0
     """Seconds that its environment took, its turns' steps and its beginning; or its agent, outside of the model's turns."""
+    tool_calls: int = 0
+    """Calls of its environment's tools."""
+    tool_errors: int = 0
+    """Those of them that gave the model an error to read."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""
     retractions: int = 0

@@ -1,5 +1,5 @@
-"""docs/agents.md: its environment and its settings are ones that a run takes, and those of recipes/nano_calculator.yaml. Its program
-plays a rollout in tests/rollout/test_agents.py, a recipe's here."""
+"""docs/agents.md: its recipes start with the files that it shows, and its environments answer; the first is that of
+recipes/nano_calculator.yaml. Its program plays a rollout in tests/rollout/test_agents.py, a recipe's here."""
 
 from __future__ import annotations
 
@@ -16,20 +16,26 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
+from docs.examples import BLOCK
 from evenkeel.actors.config import RunConfig
+from evenkeel.preparation import prepare
 from evenkeel.recipe import load_config
-from evenkeel.rollout.config import RolloutConfig
+from evenkeel.resume_point import recipe_of
 from evenkeel.rollout.environments.environments import EnvironmentPool
 from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.trajectory import Prompt, Trajectory
 from tests.conftest import BackgroundLoop
+from tests.e2e.launch import evenkeel
 from tests.rollout.door_scene import AT_ONE, MODEL, Script, opened, scripted
 from tests.rollout.environment_scene import ScriptedModel, in_a_pool
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 PAGE = (ROOT / "docs" / "agents.md").read_text()
-CODE, SETTINGS = re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE.split("## A program")[0], re.DOTALL)
+BLOCKS = BLOCK.findall(PAGE)
+FILES = {name[1]: code for _, code in BLOCKS if (name := re.match(r"# (\w+\.(?:py|yaml))\n", code))}
+ROWS = next(code for _, code in BLOCKS if code.startswith('{"prompt"'))
+WHOLE = ("calculator", "adder", "agent")
 
 
 def undocumented(code: str) -> str:
@@ -40,23 +46,65 @@ def undocumented(code: str) -> str:
     return ast.dump(tree)
 
 
-def test_the_page_s_environment_is_the_recipe_s() -> None:
-    assert undocumented(CODE) == undocumented((ROOT / "recipes" / "calculator.py").read_text())
-
-
-def test_the_page_s_environment_answers(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that asks and repeats, one that asks and doesn't, one that guesses, one that never ends asking."""
-    (tmp_path / "calculator.py").write_text(CODE)
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The page's files, as somebody copies them, with more questions; the run starts there."""
+    for name, code in FILES.items():
+        (tmp_path / name).write_text(code)
+    more = (json.dumps({"prompt": f"{number} + 7", "answer": str(number + 7)}) for number in range(40))
+    (tmp_path / "sums.jsonl").write_text("\n".join([ROWS.strip(), *more]))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    rollout = RolloutConfig.model_validate(yaml.safe_load(SETTINGS)["rollout"])
-    assert rollout.environment is not None
-    model, prompt = ScriptedModel(tiny_model), Prompt("train/0/0", "412 - 13", (1,), "399")
-    scripts = [["412 - 13 =", "399"], ["412 - 13 =", "400"], ["399"], ["1 + 2 ="] * 4]
+    return tmp_path
+
+
+def test_each_block_of_yaml_is_a_whole_recipe_or_says_that_it_is_none() -> None:
+    """A whole one is taken as it is; a part is one of no recipe by itself (tests/test_docs.py reads it beside what a recipe needs)."""
+    blocks = [code for language, code in BLOCKS if language == "yaml"]
+    assert [code for code in blocks if not code.startswith(("# part of a recipe\n", *(f"# {name}.yaml\n" for name in WHOLE)))] == []
+    assert {f"{name}.yaml" for name in WHOLE} == {name for name in FILES if name.endswith(".yaml")}
+    for part in (code for code in blocks if code.startswith("# part")):
+        with pytest.raises(ValueError, match="steps"):
+            RunConfig.model_validate(yaml.safe_load(part))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_recipe_starts(name: str, folder: Path, tiny_model: Path) -> None:
+    """All that a start checks, environment or program tried, on a model that needs no network. Its template shows no tools."""
+    assert load_config(RunConfig, folder / f"{name}.yaml").steps == 40
+    config, task, notes = prepare(recipe_of(Path(f"{name}.yaml"), [f"model={tiny_model}"]).config)
+    assert len(task.held_out_prompts()) > 0 and config.rollout.reward is not None
+    assert any("the model's chat template shows no tools" in note for note in notes) == (name == "adder")
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_recipe_makes_a_real_step(name: str, folder: Path, tiny_model: Path) -> None:
+    done = evenkeel("train", f"{name}.yaml", "--smoke", f"model={tiny_model}", timeout_s=900.0, cwd=folder)
+    assert done.returncode == 0 and "smoke: passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_page_s_environment_is_the_recipe_s() -> None:
+    assert undocumented(FILES["calculator.py"]) == undocumented((ROOT / "recipes" / "calculator.py").read_text())
+
+
+def played(model: ScriptedModel, recipe: Path, prompt: Prompt, *scripts: list[str]) -> list[Trajectory]:
+    """Rollouts in a recipe's environment."""
+    settings = load_config(RunConfig, recipe).rollout.environment
+    assert settings is not None
 
     async def play(pool: EnvironmentPool) -> list[Trajectory]:
         return await asyncio.gather(*(model.playing(script, pool, prompt=prompt)[1] for script in scripts))
 
-    rollouts = in_a_pool(rollout.environment, play)
+    return in_a_pool(settings, play)  # type: ignore[no-any-return]
+
+
+def test_the_page_s_environment_answers(tiny_model: Path, folder: Path) -> None:
+    """A model that asks and repeats, one that asks and doesn't, one that guesses, one that never ends asking."""
+    model, prompt = ScriptedModel(tiny_model), Prompt("train/0/0", "412 - 13", (1,), "399")
+    scripts = [["412 - 13 =", "399"], ["412 - 13 =", "400"], ["399"], ["1 + 2 ="] * 4]
+    rollouts = played(model, folder / "calculator.yaml", prompt, *scripts)
     assert [(one.turns, one.reward, str(one.finish_reason)) for one in rollouts] == [
         (2, 1.0, "stop"),
         (2, 0.0, "stop"),
@@ -64,6 +112,24 @@ def test_the_page_s_environment_answers(tiny_model: Path, tmp_path: Path, monkey
         (3, 0.0, "length"),
     ]
     assert "<|im_start|>user\n399<|im_end|>" in model.read(rollouts[0])
+
+
+def test_the_page_s_tool_answers(tiny_model: Path, folder: Path) -> None:
+    """Two calls at once and a wrong one, then the right number, or another; and an answer without a call."""
+
+    def called(a: int, b: object) -> str:
+        return f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": {json.dumps(b)}}}}}\n</tool_call>'
+
+    calls, prompt = called(40, 318) + called(1, 2) + called(1, "two"), Prompt("train/0/0", "40 + 318", (1,), "358")
+    model = ScriptedModel(tiny_model)
+    asked, wrong, guess = played(model, folder / "adder.yaml", prompt, [calls, " 358"], [calls, "3"], ["358"])
+    assert [(one.turns, one.reward, one.tool_calls, one.tool_errors) for one in (asked, wrong, guess)] == [
+        (2, 1.0, 3, 1),
+        (2, 0.0, 3, 1),
+        (1, 1.0, 0, 0),
+    ]
+    results = ("358", "3", "error: b: Input should be a valid integer, unable to parse string as an integer")
+    assert "".join(f"<|im_start|>tool\n{text}<|im_end|>\n" for text in results) in model.read(asked)
 
 
 def played_by(program: Path, task: dict[str, str], script: Script, encoder: ChatEncoder, loop: BackgroundLoop) -> Trajectory:
@@ -94,11 +160,11 @@ def test_the_chat_calculator_is_asked_and_the_broken_one_is_no_help(tiny_model: 
     assert config is not None
     model, prompt = ScriptedModel(tiny_model), Prompt("train/0/0", "412 - 13", (1,), "399")
 
-    def played(name: str) -> Trajectory:
+    def rollout(name: str) -> Trajectory:
         settings = config.model_copy(update={"path": f"chat_calculator:{name}", "folder": RECIPES})
         return in_a_pool(settings, lambda pool: model.playing(["412 - 13 =", "399"], pool, prompt=prompt)[1])
 
-    helped, alone = played("ChatCalculator"), played("BrokenCalculator")
+    helped, alone = rollout("ChatCalculator"), rollout("BrokenCalculator")
     assert (helped.turns, helped.reward) == (alone.turns, alone.reward) == (2, 1.0)
     assert "<|im_start|>user\n399<|im_end|>" in model.read(helped)
     assert (model.read(helped).count("399"), model.read(alone).count("399")) == (2, 1), "the model says it itself"

@@ -595,6 +595,8 @@ _TURNS = [
     _gauge("turns/sequences", _U.ONE, _R.MEAN, "sequences", "Mean number of a rollout's sequences: 1, and its branches."),
     _gauge("turns/read_tokens", _U.TOKENS, _R.MEAN, "read tokens", "Mean number of tokens that the model read between its turns."),
     _gauge("turns/tool_s", _U.SECONDS, _R.MEAN, "tool time", "Mean time that its environment, or its agent's own work, took in a rollout."),
+    _gauge("turns/tool_calls", _U.ONE, _R.MEAN, "tool calls", "Mean number of calls of an environment's tools in a rollout.", digits=".2f"),
+    _gauge("turns/tool_errors", _U.ONE, _R.MEAN, "tool errors", "Mean number of those that gave the model an error to read.", digits=".2f"),
 ]
 _GROUPS = [
     _gauge(

@@ -76,6 +76,11 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: Mapping[str, float]) -
             "turns/read_tokens": statistics.fmean([t.later_tokens for t in valid]),
             "turns/tool_s": statistics.fmean([t.tool_s for t in valid]),
         }
+    if any(t.tool_calls for t in valid):
+        numbers |= {
+            "turns/tool_calls": statistics.fmean([t.tool_calls for t in valid]),
+            "turns/tool_errors": statistics.fmean([t.tool_errors for t in valid]),
+        }
     numbers |= _trained_metrics(prepared.trained, prepared.version)
     for name in sorted(set(tasks) - {""}):
         its = [task == name for task in tasks]

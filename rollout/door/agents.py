@@ -20,9 +20,8 @@ from typing import Any
 from evenkeel.correction.errors import ConfigError, EngineError, EvenkeelError, signal_name
 from evenkeel.rollout.config import AgentConfig, AnswerSampling
 from evenkeel.rollout.continuation import is_unfinished, unsampled
-from evenkeel.rollout.door.conversation import Conversation, no_calls
+from evenkeel.rollout.door.conversation import Conversation
 from evenkeel.rollout.door.door import Address, Door
-from evenkeel.rollout.door.tool_calls import calls_of, check_parser
 from evenkeel.rollout.engine.engine import in_answer_thread
 from evenkeel.rollout.limited_processes.child import shortened
 from evenkeel.rollout.limited_processes.parent import CallError, LimitedProcess, error_in
@@ -30,9 +29,10 @@ from evenkeel.rollout.limited_processes.small_file import read_small_file
 from evenkeel.rollout.rewards.reward_process import SINGLE, components
 from evenkeel.rollout.session import OpenSession
 from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.tool_calls import calls_of, check_parser
 from evenkeel.rollout.trajectory import FailureKind, Prompt, Trajectory
 
-_MODULE = "evenkeel.rollout.door.agent_process"
+_MODULE, _SECTION = "evenkeel.rollout.door.agent_process", "rollout.agent"
 # Characters of what a program says that become part of its rollout's error.
 _LONGEST_SAID = 500
 Score = Callable[[Trajectory, Prompt], Awaitable[Trajectory]]
@@ -42,7 +42,7 @@ Score = Callable[[Trajectory, Prompt], Awaitable[Trajectory]]
 def _process(config: AgentConfig) -> LimitedProcess:
     spec = config.model_dump(include={"start_deadline_s", "memory_gib", "variables"})
     spec |= {"command": list(config.command), "folder": str((config.folder or Path.cwd()).absolute())}
-    return LimitedProcess(_MODULE, spec, name="the agent", section="rollout.agent")
+    return LimitedProcess(_MODULE, spec, name="the agent", section=_SECTION)
 
 
 async def check_program(config: AgentConfig) -> None:
@@ -55,7 +55,7 @@ async def check_program(config: AgentConfig) -> None:
     finally:
         process.kill()
     if config.tool_parser is not None:
-        check_parser(config.tool_parser)
+        check_parser(config.tool_parser, _SECTION)
 
 
 class Agents:
@@ -64,7 +64,7 @@ class Agents:
     def __init__(self, config: AgentConfig, door: Door, encoder: ChatEncoder, score: Score | None) -> None:
         """Args: score: None: the program writes its reward. Raises: ConfigError for a parser of tool calls that SGLang doesn't have."""
         self._config, self._door, self._encoder, self._score = config, door, encoder, score
-        self._calls = no_calls if config.tool_parser is None else calls_of(config.tool_parser)
+        self._calls = calls_of(config.tool_parser, _SECTION)
         self._processes = [_process(config) for _ in range(config.processes)]
         self._idle: asyncio.LifoQueue[LimitedProcess] = asyncio.LifoQueue()  # so that no more are started than are needed
         for process in self._processes:

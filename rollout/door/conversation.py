@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -34,6 +34,7 @@ from evenkeel.rollout.engine.engine import in_answer_thread
 from evenkeel.rollout.limited_processes.child import shortened
 from evenkeel.rollout.session import OpenSession, Session
 from evenkeel.rollout.tasks.chat import ChatEncoder, common
+from evenkeel.rollout.tool_calls import Calls, no_calls
 from evenkeel.rollout.trajectory import FinishReason, Segment, Trajectory, ids_of
 
 Message = dict[str, Any]
@@ -53,15 +54,6 @@ class RefusedRequest(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool that stands in what the model said."""
-
-    name: str
-    arguments: str
-    """JSON, as the model wrote it or the parser read it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """What the model said to one request."""
 
@@ -75,15 +67,6 @@ class Turn:
     """Whether a limit ended it, and not the model."""
     read_tokens: int
     """Tokens before it."""
-
-
-Calls = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[ToolCall]]]
-"""Finds the calls of tools in what the model said: (text, tools offered) -> rest of the text, calls."""
-
-
-def no_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """For models whose calls nobody parses: all is text."""
-    return text, []
 
 
 @dataclass(slots=True, eq=False)

@@ -11,12 +11,15 @@ import inspect
 import json
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evenkeel.rollout.environments.interface import NewConversation, Turn
 from evenkeel.rollout.limited_processes.answer_calls import answer_calls
 from evenkeel.rollout.limited_processes.child import LoadError, import_named, run, send
 from evenkeel.rollout.rewards.reward_process import components
+
+if TYPE_CHECKING:
+    from evenkeel.rollout.environments.tools import Tools
 
 LONGEST = 1 << 20
 """Characters, or token ids, that an environment may have the model read at a time."""
@@ -26,11 +29,12 @@ def serve(connection: socket.socket, spec: dict[str, Any]) -> None:
     """Answer requests until the socket is closed. Args: spec: an `EnvironmentConfig` as a dict."""
     try:
         make = _environment(spec)
+        tools = _tools(spec, make)
     except LoadError as error:
         send(connection, {"error": str(error)})
         return
     send(connection, {"ready": True})
-    answer_calls(connection, _Server(make).answer, spec, name="the environment", section="rollout.environment")
+    answer_calls(connection, _Server(make, tools).answer, spec, name="the environment", section="rollout.environment")
 
 
 def _environment(spec: dict[str, Any]) -> Callable[[], Any]:
@@ -43,9 +47,23 @@ def _environment(spec: dict[str, Any]) -> Callable[[], Any]:
     return found
 
 
+def _tools(spec: dict[str, Any], make: Any) -> Tools | None:
+    """Half of a step's time is for its calls. Raises: LoadError."""
+    setting, parser = f"rollout.environment.path = {spec['path']}", spec["tool_parser"]
+    if not getattr(make, "tools", None):
+        if parser is not None:
+            raise LoadError(f"rollout.environment.tool_parser = {parser}, and {spec['path']} has no `tools` to call; leave one of them out")
+        return None
+    if parser is None:
+        raise LoadError(f"{setting}: it has tools, and no parser for the model's calls; set rollout.environment.tool_parser, e.g. qwen25")
+    from evenkeel.rollout.environments.tools import Tools  # with pydantic, and few environments have any
+
+    return Tools(make, setting, spec["deadline_s"] / 2)
+
+
 class _Server:
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Any], tools: Tools | None) -> None:
+        self._make, self._tools = make, tools
         self._environments: dict[int, Any] = {}
         # What is under way for each rollout.
         self._tasks: dict[int, asyncio.Task[Any]] = {}
@@ -76,11 +94,15 @@ class _Server:
     async def _done(self, rollout: int, request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "reset":
             environment = self._environments[rollout] = self._make()
-            return {"reading": _reading(await environment.reset(request["task"]), "reset")}
+            offered = [] if self._tools is None else self._tools.schemas
+            return {"reading": _reading(await environment.reset(request["task"]), "reset"), "tools": offered}
         if request["do"] == "cut":
             environment = self._environments[rollout]
             return {"parts": components(await environment.cut()) if hasattr(environment, "cut") else {}}
-        returned = await self._environments[rollout].step(Turn(**request["turn"]))
+        environment, turn, errors = self._environments[rollout], request["turn"], 0
+        if self._tools is not None:
+            turn["results"], errors = await self._tools.results(environment, request["calls"], turn["number"])
+        returned = await environment.step(Turn(**turn))
         if not isinstance(returned, tuple) or len(returned) != 3:
             raise TypeError(f"step returned {returned!r:.80}; it returns (what the model reads next, reward, whether it is done)")
         reading, reward, is_done = returned
@@ -88,7 +110,8 @@ class _Server:
             raise TypeError(f"step returned {is_done!r:.80} for whether it is done, and not True or False")
         is_new = isinstance(reading, NewConversation)
         read = None if is_done else _reading(reading.reading if is_new else reading, "step")
-        return {"reading": read, "is_new": is_new and not is_done, "parts": components(reward), "is_done": is_done}
+        step = {"reading": read, "is_new": is_new and not is_done, "parts": components(reward), "is_done": is_done}
+        return step | {"tool_errors": errors}
 
 
 def _reading(value: Any, do: str) -> Any:

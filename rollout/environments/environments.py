@@ -11,8 +11,9 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from evenkeel.correction.errors import ConfigError
@@ -21,9 +22,10 @@ from evenkeel.rollout.environments.interface import Turn
 from evenkeel.rollout.limited_processes.many_calls import CallLost, ManyCalls
 from evenkeel.rollout.limited_processes.parent import CallError, SettingError, error_in
 from evenkeel.rollout.rewards.reward_process import are_parts
+from evenkeel.rollout.tool_calls import Calls, ToolCall, calls_of, check_parser
 from evenkeel.rollout.trajectory import FailureKind, Prompt
 
-_MODULE = "evenkeel.rollout.environments.environment_process"
+_MODULE, _SECTION = "evenkeel.rollout.environments.environment_process", "rollout.environment"
 # Of a process and all that it started: hundreds of environments may have some each.
 _MOST_PROCESSES = 1024
 
@@ -58,13 +60,24 @@ class EnvironmentPool:
         # Processes for one environment at a time.
         self._alone = asyncio.Semaphore(config.processes)
 
-    async def check(self, sample: Prompt) -> None:
-        """Start all processes and reset one environment, so that a mistake shows now. Raises: ConfigError, with all processes closed."""
+    @cached_property
+    def calls(self) -> Calls:
+        """Finds calls of tools in a turn."""
+        return calls_of(self.config.tool_parser, _SECTION)
+
+    async def check(self, sample: Prompt) -> Sequence[Mapping[str, Any]]:
+        """Start all processes and reset one environment, so that a mistake shows now.
+
+        Returns: the tools that it offers. Raises: ConfigError, with all processes closed.
+        """
+        if self.config.tool_parser is not None:
+            check_parser(self.config.tool_parser, _SECTION)
         try:
             await asyncio.gather(*(process.ready() for process in self._processes))
             async with self.opened(task_of(sample, seed=0)) as environment:
                 await environment.reset()
                 await environment.close()  # before the process is killed, as one that only looks does
+                return environment.tools
         except (CallError, CallLost) as error:
             await self.close()
             if isinstance(error, SettingError):
@@ -90,7 +103,7 @@ class EnvironmentPool:
                     process.tell({"do": "close", "rollout": environment.number})
 
     def _process(self) -> ManyCalls:
-        return ManyCalls(_MODULE, self._spec, _as_answer, "a step", name="the environment", section="rollout.environment")
+        return ManyCalls(_MODULE, self._spec, _as_answer, "a step", name="the environment", section=_SECTION)
 
     async def close(self) -> None:
         """Kill all processes."""
@@ -105,6 +118,9 @@ class OpenEnvironment:
         self.number = number
         self.seconds = 0.0
         """That it has taken so far."""
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        """That the model may call, in OpenAI's form."""
+        self.tool_calls = self.tool_errors = 0
         self._process, self._task = process, task
         # Number of the process's lives in which it lives.
         self._life = -1
@@ -113,10 +129,15 @@ class OpenEnvironment:
         """The prompt: messages or token ids."""
         await self._process.ready()
         self._life = self._process.life
-        return (await self._call("reset", {"task": dict(self._task)}))["reading"]
+        answer = await self._call("reset", {"task": dict(self._task)})
+        self.tools = answer["tools"]
+        return answer["reading"]
 
-    async def step(self, turn: Turn) -> Step:
-        answer = await self._call("step", {"turn": asdict(turn)})
+    async def step(self, turn: Turn, calls: Sequence[ToolCall] = ()) -> Step:
+        """Args: calls: of its tools, that the turn has."""
+        answer = await self._call("step", {"turn": asdict(turn), "calls": [(call.name, call.arguments) for call in calls]})
+        self.tool_calls += len(calls)
+        self.tool_errors += answer["tool_errors"]
         return Step(answer["reading"], answer["parts"], answer["is_done"], answer.get("is_new") is True)
 
     async def cut(self) -> Mapping[str, float]:
@@ -143,10 +164,12 @@ def _as_answer(payload: bytes) -> dict[str, Any]:
     match json.loads(payload):
         case {"call": int(), "error": str()} as answer:
             return dict(answer)
-        case {"call": int(), "reading": None | list(), "parts": dict() as parts, "is_done": bool()} as answer if are_parts(parts):
+        case {"call": int(), "reading": None | list(), "parts": dict() as parts, "is_done": bool(), "tool_errors": int()} as answer if (
+            are_parts(parts)
+        ):
             return dict(answer)
         case {"call": int(), "parts": dict() as parts, **others} as answer if not others and (not parts or are_parts(parts)):
             return dict(answer)
-        case {"call": int(), "reading": list()} as answer:
+        case {"call": int(), "reading": list(), "tools": list() as tools} as answer if all(isinstance(tool, dict) for tool in tools):
             return dict(answer)
     raise ValueError(repr(payload[:60]))

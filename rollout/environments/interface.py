@@ -33,6 +33,8 @@ class Turn:
     """From 0, in all conversations of the rollout."""
     is_cut: bool
     """A limit cut it: the rollout ends here, whatever the environment says."""
+    results: Sequence[Mapping[str, Any]] = ()
+    """What the tools gave that it has called: messages, for `step` to return; none of a turn that is cut."""
 
 
 class Environment(Protocol):
@@ -40,6 +42,9 @@ class Environment(Protocol):
 
     A rollout that goes on elsewhere, because an engine or a process was lost, has its turns repeated: `reset` with the same task, and
     `step` with the same turns. An environment whose answers are then the same loses nothing; in others the rollout is begun again.
+
+    A class may have `tools`: functions, its own methods among them, that the model may call (rollout.environment.tool_parser). They need
+    type hints and a docstring that describes each argument.
     """
 
     async def reset(self, task: dict[str, Any]) -> Reading:

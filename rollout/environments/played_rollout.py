@@ -25,6 +25,7 @@ from evenkeel.rollout.limited_processes.parent import CallError
 from evenkeel.rollout.rewards.reward_process import SINGLE
 from evenkeel.rollout.session import OpenSession, Session
 from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.tool_calls import ToolCall
 from evenkeel.rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory, ids_of
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ class PlayedRollout:
         reading: Any = await self._of(environment.reset)
         ended, rewards = list[Trajectory](), list[Mapping[str, float]]()
         while reading is not None:
-            conversation = _Conversation(self._encoder, reading)
+            conversation = _Conversation(self._encoder, reading, environment.tools)
             prompt_ids = await in_answer_thread(conversation.prompt)
             begun = replace(known.pop(0), branches=()) if known else unsampled(prompt_ids, self._prompt.prompt_id)
             if begun.prompt_ids != ids_of(prompt_ids):
@@ -114,6 +115,8 @@ class PlayedRollout:
             reward_components={} if set(parts) <= {SINGLE} else parts,
             turn_rewards=tuple(sum(of_turn.values()) for of_turn in rewards),
             tool_s=environment.seconds,
+            tool_calls=environment.tool_calls,
+            tool_errors=environment.tool_errors,
         )
         return self.trajectory
 
@@ -173,8 +176,13 @@ class PlayedRollout:
         self, environment: OpenEnvironment, said: Sequence[int], number: int, *, is_cut: bool, rewards: list[Mapping[str, float]]
     ) -> Step:
         """The environment's answer to a turn, its reward added to the others."""
-        text = await in_answer_thread(lambda: self._encoder.text_of(said))
-        step = await self._of(partial(environment.step, Turn(text, tuple(said), number, is_cut)))
+
+        def read() -> tuple[str, Sequence[ToolCall]]:
+            text = self._encoder.text_of(said)
+            return text, self._pool.calls(text, environment.tools)[1] if environment.tools and not is_cut else ()
+
+        text, calls = await in_answer_thread(read)
+        step = await self._of(partial(environment.step, Turn(text, tuple(said), number, is_cut), calls))
         rewards.append(step.parts)
         return step
 
@@ -210,13 +218,13 @@ def _turns(one: Trajectory) -> list[array[int]]:
 class _Conversation:
     """What was read and said so far, as the chat template has it, or token ids where an environment gives these."""
 
-    def __init__(self, encoder: ChatEncoder, asked: Any) -> None:
-        self._encoder, self._asked = encoder, asked
+    def __init__(self, encoder: ChatEncoder, asked: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._encoder, self._asked, self._tools = encoder, asked, tools
         self._is_of_ids = isinstance(asked[0], int)
 
     def prompt(self) -> Sequence[int]:
         """Raises: DataError."""
-        return list(self._asked) if self._is_of_ids else self._encoder.encode(self._asked)
+        return list(self._asked) if self._is_of_ids else self._encoder.encode(self._asked, self._tools)
 
     def after(self, said: Sequence[int], reading: Any) -> Sequence[int]:
         """Ids of what the model reads after a turn. Raises: DataError."""
@@ -226,6 +234,6 @@ class _Conversation:
             )
         if self._is_of_ids:
             return list(reading)
-        ids = self._encoder.following(self._asked, said, reading)
+        ids = self._encoder.following(self._asked, said, reading, self._tools)
         self._asked = [*self._asked, {"role": "assistant", "content": self._encoder.text_of(said)}, *reading]
         return ids

@@ -139,7 +139,9 @@ def environment(name: str = "Game", **settings: Any) -> EnvironmentConfig:
 class ScriptedModel:
     """Says the next text of a rollout's script whenever it is its turn; each token has the logprob minus one, and weights of version 0."""
 
-    def __init__(self, folder: Path, **encoder: Any) -> None:
+    def __init__(self, folder: Path, *, max_tokens: int = 2000, **encoder: Any) -> None:
+        """Args: max_tokens: after the prompt."""
+        self._max_tokens = max_tokens
         self.encoder = ChatEncoder(AutoTokenizer.from_pretrained(folder), **encoder)
         self.version = 0
 
@@ -164,7 +166,7 @@ class ScriptedModel:
             return continued(answer, rest) if answer.response_ids else replace(rest, prompt_id=answer.prompt_id)
 
         async def session(so_far: Trajectory, line: int) -> Session:
-            return Session(so_far, partial(go_on, line), max_tokens=2000, lengths=RequestLengths.within(10**4))
+            return Session(so_far, partial(go_on, line), max_tokens=self._max_tokens, lengths=RequestLengths.within(5 * self._max_tokens))
 
         played = PlayedRollout(prompt, 3, begun, pool, self.encoder)
         return played, asyncio.create_task(played.play(session))

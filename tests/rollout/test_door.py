@@ -22,12 +22,12 @@ from evenkeel.rollout.continuation import kept, unsampled
 from evenkeel.rollout.door.agents import Agents
 from evenkeel.rollout.door.conversation import Conversation
 from evenkeel.rollout.door.door import LARGEST_BODY_BYTES
-from evenkeel.rollout.door.tool_calls import calls_of
 from evenkeel.rollout.engine.engine import RolloutEngine
 from evenkeel.rollout.rewards.rewards import RewardPool
 from evenkeel.rollout.sampler import Player, Sampler
 from evenkeel.rollout.session import Session
 from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.tool_calls import calls_of
 from evenkeel.rollout.trajectory import FinishReason, Group, Prompt, Trajectory, UnfinishedGroup
 from tests.conftest import BackgroundLoop
 from tests.rollout.door_scene import AT_ONE, MODEL, Script, client, opened, post, scripted, user
@@ -261,7 +261,7 @@ def test_two_tools_at_once(engine_loop: BackgroundLoop, encoder: ChatEncoder) ->
     async def run() -> None:
         async with opened(encoder) as door:
             for script, is_streamed in zip(scripts, (False, True), strict=True):
-                address = door.admit(scripted(script, encoder, calls=calls_of("qwen25")), AT_ONE)
+                address = door.admit(scripted(script, encoder, calls=calls_of("qwen25", "rollout.agent")), AT_ONE)
                 async with client(address) as asking:
                     options: Any = {"model": MODEL, "tools": TOOLS, "stream": is_streamed}
                     answer = await asking.chat.completions.create(messages=[user("1")], **options)
@@ -303,7 +303,7 @@ def test_a_call_that_the_parser_can_t_read_is_text(engine_loop: BackgroundLoop, 
 
         async def run(text: str = text, tools: Any = tools) -> None:
             async with opened(encoder) as door:
-                address = door.admit(scripted(Script(encoder, text), encoder, calls=calls_of("qwen25")), AT_ONE)
+                address = door.admit(scripted(Script(encoder, text), encoder, calls=calls_of("qwen25", "rollout.agent")), AT_ONE)
                 status, said = await post(address, {"messages": [user("1")], "tools": tools})
                 assert status == 200
                 (choice,) = json.loads(said)["choices"]
@@ -319,7 +319,7 @@ def test_what_looks_like_a_call_is_text_where_none_is_to_be_made(engine_loop: Ba
 
     async def run() -> list[dict[str, Any]]:
         async with opened(encoder) as door:
-            address = door.admit(scripted(script, encoder, calls=calls_of("qwen25")), AT_ONE)
+            address = door.admit(scripted(script, encoder, calls=calls_of("qwen25", "rollout.agent")), AT_ONE)
             _, first = await post(address, {"messages": [user("1")], "tools": TOOLS, "tool_choice": "none"})
             messages = [user("1"), json.loads(first)["choices"][0]["message"], user("2")]
             _, second = await post(address, {"messages": messages, "tools": TOOLS})

@@ -115,7 +115,7 @@ def test_facts_are_themselves_after_a_process_and_are_pickled_as_plain_tuples() 
     """All of their fields, of answers that several versions sampled, too; only what is no dataclass is pickled by name."""
     spans = (VersionSpan(3, 0, 5), VersionSpan(4, 5, 9))
     answers = (
-        AnswerFacts(9, spans, FinishReason.LENGTH, 0.5, {"format": 0.5}, None, None, 7, 2, 5, 40, 0.25, 3, (0.5, 0.0)),
+        AnswerFacts(9, spans, FinishReason.LENGTH, 0.5, {"format": 0.5}, None, None, 7, 2, 5, 40, 0.25, 3, (0.5, 0.0), 4, 1),
         AnswerFacts(0, (), FinishReason.ABORT, None, {}, "the engine aborted it", FailureKind.ENGINE),
     )
     for field in fields(AnswerFacts):

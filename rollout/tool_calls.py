@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from evenkeel.correction.errors import ConfigError
-from evenkeel.rollout.door.conversation import Calls, ToolCall
 
-log = logging.getLogger("evenkeel.door")
+log = logging.getLogger("evenkeel.tools")
 
 
-def check_parser(parser: str) -> None:
-    """Raises: ConfigError for a name that SGLang doesn't have."""
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that stands in what the model said."""
+
+    name: str
+    arguments: str
+    """JSON, as the model wrote it or the parser read it."""
+
+
+Calls = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[ToolCall]]]
+"""Finds the calls of tools in what the model said: (text, tools offered) -> rest of the text, calls."""
+
+
+def no_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
+    """For models whose calls nobody parses: all is text."""
+    return text, []
+
+
+def check_parser(parser: str, section: str) -> None:
+    """Args: section: that has tool_parser. Raises: ConfigError for a name that SGLang doesn't have."""
     from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
 
     if parser not in TOOL_CALL_PARSER_NAMES:
         near = difflib.get_close_matches(parser, TOOL_CALL_PARSER_NAMES, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"it has {', '.join(TOOL_CALL_PARSER_NAMES)}"
-        raise ConfigError(f"rollout.agent.tool_parser = {parser}: SGLang has no such parser", remedy=remedy)
+        raise ConfigError(f"{section}.tool_parser = {parser}: SGLang has no such parser", remedy=remedy)
 
 
-def calls_of(parser: str) -> Calls:
-    """What finds the calls. Args: parser: SGLang's name of the family's format. Raises: as check_parser."""
-    check_parser(parser)
+def calls_of(parser: str | None, section: str) -> Calls:
+    """What finds the calls. Args: parser: SGLang's name of the family's format; None: all is text. section, Raises: as check_parser."""
+    if parser is None:
+        return no_calls
+    check_parser(parser, section)
     from sglang.srt.entrypoints.openai.protocol import Tool  # seconds
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
