@@ -17,14 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import orjson
 import psutil
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from benchmarks.sides import options
 from evenkeel.actors.metrics.catalogue import CATALOGUE
@@ -58,22 +59,29 @@ def of_browser() -> float:
     return found
 
 
-def opened(folder: Path, browser: Browser) -> tuple[float, float, float]:
-    """Seconds on the clock, and processor time of server and browser, of one opening."""
-    with subprocess.Popen([sys.executable, "-c", SERVE, folder], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+@contextmanager
+def page_of(folder: RunFolder, browser: Browser) -> Iterator[tuple[Page, str, psutil.Process]]:
+    """An empty page, the address of the run's that `evenkeel dashboard` has said, and the process that serves it."""
+    with subprocess.Popen([sys.executable, "-c", SERVE, folder.path], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout
             address = server.stdout.readline().rpartition(" ")[2].strip()
-            served, page = psutil.Process(server.pid), browser.new_page(viewport={"width": 1280, "height": 900})
-            before = time.monotonic(), sum(served.cpu_times()[:2]), of_browser()
-            page.goto(address, wait_until="commit")
-            page.wait_for_function(DRAWN, timeout=120_000, polling=100)  # by default it has the browser draw for as long as it waits
-            after = time.monotonic(), sum(served.cpu_times()[:2]), of_browser()
+            page = browser.new_page(viewport={"width": 1280, "height": 900})
+            yield page, address, psutil.Process(server.pid)
             page.close()
-            clock, in_server, in_browser = (end - begin for begin, end in zip(before, after, strict=True))
-            return clock, in_server, in_browser
         finally:
             server.terminate()
+
+
+def opened(folder: RunFolder, browser: Browser) -> tuple[float, float, float]:
+    """Seconds on the clock, and processor time of server and browser, of one opening."""
+    with page_of(folder, browser) as (page, address, served):
+        before = time.monotonic(), sum(served.cpu_times()[:2]), of_browser()
+        page.goto(address, wait_until="commit")
+        page.wait_for_function(DRAWN, timeout=120_000, polling=100)  # by default it has the browser draw for as long as it waits
+        after = time.monotonic(), sum(served.cpu_times()[:2]), of_browser()
+    clock, in_server, in_browser = (end - begin for begin, end in zip(before, after, strict=True))
+    return clock, in_server, in_browser
 
 
 def main() -> None:
@@ -88,8 +96,8 @@ def main() -> None:
         folder = long_run(Path(scratch) / "long", arguments.steps, arguments.metrics)
         size = os.stat(folder.metrics_path).st_size / 1e6
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        opened(folder.path, browser)  # caches of the disk, and of what Chromium makes of scripts
-        found = [opened(folder.path, browser) for _ in range(arguments.repeats)]
+        opened(folder, browser)  # caches of the disk, and of what Chromium makes of scripts
+        found = [opened(folder, browser) for _ in range(arguments.repeats)]
         browser.close()
     print(f"{arguments.steps:,} steps of {arguments.metrics} numbers, {size:.0f} MB; median and range of {len(found)}")
     rows = [(clock, server + browser, server, browser) for clock, server, browser in found]

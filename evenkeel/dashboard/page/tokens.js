@@ -24,7 +24,7 @@ const FATES = {
   none: "kept, weight 0", dropped: "dropped", read: "read, not sampled",
 };
 
-const TOGETHER = 50;  // trajectories of which a browser has to think only where some of them are seen
+const MOST_MS = 6;  // of a frame's 16 go to making tokens: a wheel finds each frame ready
 
 VIEWS.tokens = async (root, query) => {
   const {kept, kind, step, sample, found, most_found, refused} = await get("tokens", {run: query.run, kind: query.kind, step: query.step,
@@ -72,26 +72,33 @@ VIEWS.tokens = async (root, query) => {
     choose("Order", "order", [["place", "as they came"], ["reward", "reward"], ["length", "length"]], query.order || "place")));
   root.append(key(hue, sample));
 
-  const list = el("div");
+  const list = el("div", {className: `answers ${query.group !== undefined ? "beside-each-other" : ""}`}), near = new Set();
   const seen = new IntersectionObserver((entries) => {
-    for (const {target, isIntersecting} of entries) if (isIntersecting) { seen.unobserve(target); fill(target, sample, hue); }
+    if (!near.size) requestAnimationFrame(make);
+    for (const {target, isIntersecting} of entries) near[isIntersecting ? "add" : "delete"](target);
   }, {rootMargin: "800px"});
-  let some;
-  for (const [place, row] of chosen.entries()) {
-    if (place % TOGETHER === 0) {
-      list.append(some = el("div", {className: `answers ${query.group !== undefined ? "beside-each-other" : ""}`}));
-      some.style.containIntrinsicSize = `auto ${160 * Math.min(TOGETHER, chosen.length - place)}px`;
+  const make = () => {
+    const end = performance.now() + MOST_MS;
+    for (const one of near) {
+      near.delete(one);
+      seen.unobserve(one);
+      fill(one.querySelector(".tokens"), sample, hue);
+      if (performance.now() > end) break;
     }
+    if (near.size) requestAnimationFrame(make);
+  };
+  for (const row of chosen) {
     const body = el("div", {className: "tokens", tabIndex: 0, role: "group", "aria-label": `Tokens of group ${row.group}, answer ${row.answer}; arrow keys go from one to the next`});
     body.row = row;
     const part = Object.entries(row.parts || {}).map(([name, value]) => `${name} ${short(value)}`).join(", ");
-    some.append(el("article", {className: "card answer"},
+    const one = el("article", {className: "card answer", style: {containIntrinsicHeight: `auto ${80 + row.tokens}px`}},
       el("header", {}, el("b", {}, `group ${row.group}, answer ${row.answer}${row.sequence ? `, sequence ${row.sequence}` : ""}`), el("span", {className: "reward"}, row.error ? "no reward" : `reward ${short(row.reward)}`),
         sample.columns.advantage ? el("span", {}, `advantage ${short(firstOf(sample, row, "advantage"))}`) : null,
         el("span", {className: "soft"}, `${row.tokens} tokens, ended by ${row.finish}${part ? `; ${part}` : ""}`), el("span", {className: "soft"}, `expected: ${visible(row.expected)}`)),
       row.error ? el("p", {className: "refusal"}, visible(row.error)) : null, body,
-      row.left_out ? el("p", {className: "soft"}, `${row.left_out} more tokens are not kept.`) : null));
-    seen.observe(body);
+      row.left_out ? el("p", {className: "soft"}, `${row.left_out} more tokens are not kept.`) : null);
+    list.append(one);
+    seen.observe(one);
   }
   pointAt(list, sample);
   root.append(chosen.length ? list : el("p", {className: "soft"}, "None is like that."));

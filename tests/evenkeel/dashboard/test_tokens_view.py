@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tests.evenkeel.dashboard.conftest import Seen, served
 from tests.evenkeel.dashboard.made_runs import PIECES, made, sample, with_tokens
 
 Look = Callable[..., Seen]
+ALL_MADE = "() => [...document.querySelectorAll('.tokens')].every(body => body.firstChild)"
 SHOWN = "<script>document.title='taken'</script>⟨U+202E⟩gnp.exe⟨U+0007⟩⟨U+200B⟩"
 
 
@@ -29,7 +31,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunFold
 
 
 def bodies(seen: Seen) -> list[list[str]]:
-    """Text of each token of each trajectory that is shown."""
+    """Text of each token of each trajectory that is shown, once all are made."""
+    seen.page.wait_for_function(ALL_MADE)
     found: list[list[str]] = seen.page.evaluate(
         "() => [...document.querySelectorAll('.tokens')].map(b => [...b.querySelectorAll('.t')].map(t => t.textContent))"
     )
@@ -93,7 +96,7 @@ def test_colours_are_as_strong_as_the_numbers(finished: tuple[RunFolder, str], l
     for hue, (value, (step, end), has_sides) in HUES.items():
         seen.view(f"tokens?step=7&colour={hue}", ".tokens")
         seen.page.wait_for_selector(f"#choose-colour option[value={hue}]:checked", state="attached")
-        seen.page.wait_for_selector(".tokens .t")
+        seen.page.wait_for_function(ALL_MADE)
         drawn = seen.page.evaluate("() => [...document.querySelectorAll('.tokens .t')].map(t => t.style.backgroundColor)")
         assert len(drawn) == 36
         for k, colour in enumerate(drawn):
@@ -120,7 +123,7 @@ def test_each_version_has_a_colour_of_its_own(finished: tuple[RunFolder, str], l
 
 def test_arrow_keys_go_from_token_to_token_with_the_file_s_numbers(finished: tuple[RunFolder, str], look: Look) -> None:
     _, address = finished
-    seen = look(address, "tokens?step=7", ".tokens .t")
+    seen = look(address, "tokens?step=7", ".tokens >> nth=1 >> .t")
     seen.page.locator(".tokens").nth(1).focus()
     for _ in range(7):
         seen.page.keyboard.press("ArrowRight")
@@ -199,16 +202,34 @@ def test_held_out_answers_have_what_the_engine_says(finished: tuple[RunFolder, s
 
 
 def test_a_thousand_trajectories_are_made_as_one_comes_to_them(tmp_path: Path, look: Look) -> None:
+    """And no more of them than are near are laid out and painted; one is made in a frame if it takes as long as a frame has: this page's
+    clock says so each time that it is asked. So the wheel waits for one trajectory at most."""
+    frames = """() => {
+      let now = 0;
+      performance.now = () => now += 16;
+      window.made = [];
+      const each = () => {
+        made.push([...document.querySelectorAll('.tokens')].filter(b => b.firstChild).length);
+        requestAnimationFrame(each);
+      };
+      each();
+    }"""
     with made(tmp_path) as folder, served(folder.path) as address:
         with_tokens(folder, 2, answers=1000)
-        seen = look(address, "tokens?step=2", ".tokens .t")
+        seen = look(address)
+        seen.page.evaluate(frames)
+        seen.view("tokens?step=2", ".tokens .t")
         filled_ones = "[...document.querySelectorAll('.tokens')].filter(b => b.firstChild).length"
         count = f"() => [document.querySelectorAll('.answer').length, {filled_ones}]"
         answers, filled = seen.page.evaluate(count)
         assert answers == 1000 and 0 < filled < 100
+        drawn = "[...document.querySelectorAll('.answer header')].filter(h => h.checkVisibility({contentVisibilityAuto: true})).length"
+        assert 5 < seen.page.evaluate(f"() => {drawn}") < 45, "of 1,000, about as many as two screens hold"
         seen.page.evaluate("() => scrollTo(0, document.documentElement.scrollHeight)")
         seen.page.wait_for_function("() => [...document.querySelectorAll('.tokens')].at(-1).firstChild")
         assert seen.page.evaluate(count)[1] < 200
+        in_frames = seen.page.evaluate("() => made")
+        assert max(after - before for before, after in itertools.pairwise(in_frames)) == 1 and in_frames[-1] > 10
 
 
 def test_a_damaged_file_is_one_sentence_and_an_absent_one_says_what_is_kept(tmp_path: Path, look: Look) -> None:
