@@ -204,3 +204,70 @@ def test_verifiers_train_client_goes_on_from_its_tokens(play: Play, encoder: Cha
     assert [turn["content"] for turn in seen] == TEXTS
     assert [*seen[-1]["prompt"], *seen[-1]["completion"]] == one.token_ids.tolist()
     assert [value for turn in seen for value in turn["logprobs"]] == one.behavior_logprobs.tolist()
+
+
+TOOLS = """
+import verifiers.v1 as vf
+
+class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    def add(self, a: int, b: int) -> str:
+        "The sum of two numbers."
+        return str(a + b)
+
+class SumData(vf.TaskData):
+    answer: str
+
+class Sum(vf.Task[SumData, vf.State, vf.TaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def right(self, trace):
+        return float(trace.last_reply.strip() == self.data.answer)
+
+if __name__ == "__main__":
+    Adder.run()
+"""
+HARNESS = """
+import asyncio, json, os, sys
+from pathlib import Path
+
+here = os.environ["PYTHONPATH"] = os.environ["HOME"] = os.getcwd()
+import verifiers.v1 as vf
+from tools import Sum, SumData
+from verifiers.v1.runtimes.base import Runtime
+
+async def by_this_interpreter(self, script, env=None, *, activate=True):
+    program = Path(here, "chat.py")
+    program.write_text(script)
+    return [sys.executable, str(program)]
+
+Runtime.prepare_uv_script = by_this_interpreter
+task = json.load(open(os.environ["EVENKEEL_TASK"]))
+
+async def main():
+    client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    config = vf.AgentConfig(harness={"id": "null"}, runtime=vf.SubprocessConfig(), model=os.environ["OPENAI_MODEL"], client=client)
+    trace = await vf.Agent(config).run(Sum(SumData(idx=0, prompt=task["prompt"], answer=task["answer"])))
+    assert trace.ok, trace.errors
+    json.dump(trace.reward, open(os.environ["EVENKEEL_REWARD"], "w"))
+
+asyncio.run(main())
+"""
+
+
+def test_a_verifiers_environment_with_a_harness_calls_two_tools_at_once(play: Play, encoder: ChatEncoder, tmp_path: Path) -> None:
+    """Its own chat harness (streamed, behind its interception server), a toolset served by MCP, and its reward. The harness's program runs
+    by this environment's interpreter, where verifiers would have uv make one from an index. The model reads its calls as it said them."""
+    (tmp_path / "tools.py").write_text(TOOLS)
+    calls = [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "add", "arguments": {"a": 10, "b": 20}}]
+    called = "\n".join(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in calls)
+    script = Script(encoder, called, "3 and 30")
+    one = play(python_of("verifiers"), HARNESS, script, Prompt("train/0/0", "1 + 2, 10 + 20", (1,), "3 and 30"))
+    assert (one.error, one.reward, one.turns, one.sequence_count) == (None, 1.0, 2, 1)
+    first, second = (encoder.tokenizer.decode(read, skip_special_tokens=False) for read in script.read)
+    assert second.startswith(f"{first}{called}<|im_end|>") and second.count("3<|im_end|>") == second.count("30<|im_end|>") == 1
