@@ -6,6 +6,7 @@ sets learns, and goes on after it was stopped.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from evenkeel.actors.checkpoints.state import TrainingState
 from evenkeel.actors.record.run_folder import RunFolder
@@ -23,9 +25,15 @@ from evenkeel.correction.correct import correct
 from evenkeel.correction.diagnostics.diagnose import diagnose
 from evenkeel.learner.config import LearnerConfig
 from evenkeel.learner.learner_rank import LearnerRank
-from evenkeel.rollout.config import WHOLE_VOCABULARY, Truncation
+from evenkeel.rollout.config import WHOLE_VOCABULARY, EnvironmentConfig, EnvironmentReward, SamplingConfig, TrainOverlong, Truncation
 from evenkeel.rollout.engine.engine import RolloutEngine
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
+from evenkeel.rollout.environments.environments import EnvironmentPool
+from evenkeel.rollout.packing import pack_groups
+from evenkeel.rollout.rewards.rewards import RewardPool
+from evenkeel.rollout.sampler import Player, Sampler
+from evenkeel.rollout.tasks.chat import ChatEncoder
+from evenkeel.rollout.trajectory import Group, Prompt, UnfinishedGroup
 from tests.conftest import BackgroundLoop
 from tests.e2e.launch import ROOT, Run, evenkeel
 from tests.e2e.on_policy_cases import Sampled, as_batch
@@ -114,6 +122,61 @@ def test_top_k_divergences_are_of_the_kept_sets(shared_engine: RolloutEngine, en
     assert result.metrics["clip_share"] == 0.0 and result.grad_norm > 0
     without = replace(corrected, batch=replace(batch, kept_counts=None, kept_ids=None))
     assert learner.step(without, tight, step=1).metrics["clip_share"] > 0.2
+
+
+TWO_TURNS = """
+class Two:
+    async def reset(self, task): return task["prompt"]
+    async def step(self, turn): return f"{len(turn.token_ids)} + 1 = ", float(turn.number), turn.number == 1
+"""
+
+
+def test_kept_sets_of_two_turns_reach_the_learner(
+    shared_engine: RolloutEngine,
+    engine_loop: BackgroundLoop,
+    learner: LearnerRank,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of groups played in an environment at top-p 0.9: each token of either turn has the set that it was drawn from, with itself in it, and
+    what was read between has none. Mean rho is 1 in both turns; without the sets in neither."""
+    (tmp_path / "two_turns.py").write_text(TWO_TURNS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    broken = [token for token in range(len(tokenizer)) if "\N{REPLACEMENT CHARACTER}" in tokenizer.decode([token])]
+    encoder = ChatEncoder(tokenizer, configured={"generation_config.json": broken[::2]})  # so that turns are short
+    settings = SamplingConfig(samples_per_group=8, max_tokens=600, top_p=0.9)
+
+    async def play() -> list[Group | UnfinishedGroup]:
+        pool = EnvironmentPool(EnvironmentConfig(path="two_turns:Two", processes=1))
+        sampler = Sampler(shared_engine, {"": Player(encoder, RewardPool(EnvironmentReward()), settings, environments=pool)}, seed=7)
+        asked = [Prompt(f"train/0/{number}", f"{number} + 4 = ", (1,), "") for number in range(8)]
+        try:
+            return await asyncio.gather(*(sampler.group(p, group_id=i, admitted_version=0) for i, p in enumerate(asked)))
+        finally:
+            await pool.close()
+
+    groups = [group for group in engine_loop.run(play()) if isinstance(group, Group)]
+    answers = [one for group in groups for one in group.trajectories if one.is_valid]
+    assert len(answers) == 64 and all(one.turns == 2 for one in answers)
+    version, longest = shared_engine.version, {"": settings.max_tokens}
+    batch = pack_groups(
+        groups, learner_version=version, advantage=lambda rewards, _: rewards, overlong=TrainOverlong(), max_tokens=longest
+    ).batch
+    assert batch.kept_counts is not None and batch.kept_ids is not None and batch.turn_ids is not None
+    assert int(batch.kept_counts[~batch.loss_mask].abs().sum()) == 0 < int(batch.kept_counts[batch.loss_mask].min())
+    sets = batch.kept_ids.split(batch.kept_counts.tolist())
+    assert all(int(batch.token_ids[place]) in sets[place].tolist() for place in batch.loss_mask.nonzero()[:, 0].tolist())
+    without = replace(batch, kept_counts=None, kept_ids=None)
+    found, biased = (numbers_of(one, learner.logprobs(one)) for one in (batch, without))
+    assert abs(found["rho_mean"] - 1) < max(3 * found["rho_mean_error"], 1e-6) and found["k3_kl"] < 1e-10
+    assert biased["rho_mean"] < 0.98 and biased["rho_mean_deviation"] > 5
+    rho, rho_without = ((learner.logprobs(one) - one.behavior_logprobs).exp() for one in (batch, without))
+    for turn in (0, 1):
+        of_turn = batch.loss_mask & (batch.turn_ids == turn)
+        assert int(of_turn.sum()) > 100
+        assert float(rho[of_turn].mean()) == pytest.approx(1, abs=1e-5) and float(rho_without[of_turn].mean()) < 0.98
 
 
 @pytest.mark.slow
