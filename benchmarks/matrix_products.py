@@ -7,6 +7,8 @@ the fastest turn of each, in turns, since other work on the machine can only slo
 
 And the products of a decode step of SmolLM2-135M-Instruct, all layers and the head, so that the weights come from memory: MKL against the
 engine's own kernel (rollout/sglang_plugin/products.c), which it has where the kernel's bits are MKL's; by processor time.
+
+And whether a row's results depend on the other rows: of the real model's products, the share that differs from that of 512 rows.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ def main() -> None:
                 mkl, ours = min(times["MKL"]), min(times["oneDNN"])
                 print(f"{rows:>6}  {what:<30} {mkl / ours:5.2f}  {2e-9 * a.numel() * b.shape[1] / ours:15.0f}")
     print_few_rows(turns)
+    print_row_dependence()
 
 
 def print_few_rows(turns: int) -> None:
@@ -78,6 +81,22 @@ def print_few_rows(turns: int) -> None:
             times = in_turns({way: lambda _, do=do, weights=weights: step(do, weights) for way, do in ways.items()}, turns, warm_up=1)
             ratios.append(min(times["MKL"]) / min(times["kernel"]))
         print(f"{rows:>6}  {ratios[0]:20.2f}  {ratios[1]:4.2f}", flush=True)
+
+
+def print_row_dependence() -> None:
+    """For each type, the product of the real model that depends most on the number of rows."""
+    print("results that are others than among 512 rows, of the product that has most of them")
+    print("  rows  float32  bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    pairs = [
+        (torch.randn(512, inner, generator=generator), torch.randn(outer, inner, generator=generator)) for inner, outer in REAL.values()
+    ]
+    for rows in (1, 4, 16, 30, 64, 256):
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            typed = [(x.to(dtype), weight.to(dtype).t()) for x, weight in pairs]
+            found.append(max(float((x[:rows] @ weight != (x @ weight)[:rows]).double().mean()) for x, weight in typed))
+        print(f"{rows:>6}  {found[0]:7.1e}  {found[1]:8.1e}", flush=True)
 
 
 if __name__ == "__main__":

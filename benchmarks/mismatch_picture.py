@@ -72,16 +72,10 @@ def draw_origins(measured: Measured, path: Path) -> None:
         shares.set_ylabel("share of the k3")
         if has_staleness:
             staleness, rows = panels["staleness"], tables.staleness_rows(measured)
-            points(
-                staleness, [(str(step), row[0]) for step, row in enumerate(rows) if step], COLOURS[2], "staleness alone", lambda one: one.k3
-            )
-            points(
-                staleness,
-                [(str(step), row[1]) for step, row in enumerate(rows)],
-                COLOURS[0],
-                "with mismatch (bfloat16)",
-                lambda one: one.k3,
-            )
+            both = [(str(step), row[1]) for step, row in enumerate(rows)]  # first: it has all places of the axis, in their order
+            points(staleness, both, COLOURS[0], "with mismatch (bfloat16)", lambda one: one.k3)
+            alone = [(str(step), row[0]) for step, row in enumerate(rows) if step]
+            points(staleness, alone, COLOURS[2], "staleness alone", lambda one: one.k3)
             staleness.set(yscale="log", xlabel="staleness, versions", ylabel="k3, nats (sums)")
             staleness.legend(frameon=False)
         found = tables.treatments(measured)

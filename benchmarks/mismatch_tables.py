@@ -236,7 +236,7 @@ def exchanges_table(measured: Measured) -> str:
         sides = [[measured.first.values(f"engine-{name}", texts) for texts in apart] for name in (one, other)]
         return [Sampled.of(*pair) for pair in zip(*sides, strict=True)]
 
-    lines, whole = [], measured.batches(usual, usual, apart=True)
+    lines, whole = [], Measured([measured.first]).batches(usual, usual, apart=True)  # the same tokens
     for operator in [one for one in OPERATORS if of_engine([one])]:
         but_one = label(of_engine([other for other in OPERATORS if other != operator]))
         if f"engine-{label([operator])}" not in measured.first or f"engine-{but_one}" not in measured.first:
