@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,19 +20,27 @@ from torch import Tensor
 from evenkeel.rollout.sglang_plugin.compiled import compiled
 
 SOURCE = Path(__file__).with_name("products.c")
-FEWEST, MOST = 2, 256
-"""Rows: with one torch is faster, with more than the second as fast."""
 COLUMN_MULTIPLE, INNER_MULTIPLE = 16, 8
 """Of what products.c takes."""
 
 
 def depth_with_avx512(inner: int) -> int:
     """Pieces of 384 products, but of a contraction of up to two such pieces the halves."""
-    return inner if inner <= 384 else min(384, -(-inner // 2)) if inner <= 768 else 384
+    return 384 if inner > 768 else inner if inner <= 384 else -(-inner // 2)
 
 
-DEPTHS: tuple[Callable[[int], int], ...] = (lambda _: 192, depth_with_avx512)
-"""Products that MKL adds up in one piece, by the length of a contraction: on processors without AVX-512, and with it."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """MKL's, on one kind of processors."""
+
+    depth: Callable[[int], int]
+    """Products that are added up in one piece, by the length of a contraction."""
+    rows: range
+    """With which the kernel is faster than MKL."""
+
+
+ORDERS = (Order(lambda _: 192, range(2, 257)), Order(depth_with_avx512, range(4, 97)))
+"""On AMD's, and on Intel's with AVX-512."""
 
 _overrides: list[torch.library.Library] = []
 """An override lasts as long as its library object."""
@@ -57,25 +66,25 @@ class FewRows:
         self._multiply = compiled(SOURCE, []).multiply
         self._multiply.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4]
         self._multiply.restype = None
-        self._depth = DEPTHS[0]
-        self.agrees = any(map(self._agrees_with, DEPTHS))
+        self._order = ORDERS[0]
+        self.agrees = any(map(self._agrees_with, ORDERS))
         """Whether its bits are torch's here."""
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b of [M, K] and [K, N]; raises as torch does."""
-        is_served = _is_served(a, b) and self._depth(len(b)) % INNER_MULTIPLE == 0
+        is_served = _is_fit(a, b) and len(a) in self._order.rows and self._order.depth(len(b)) % INNER_MULTIPLE == 0
         return self.product(a, b) if is_served else torch.addmm(a.new_empty(()), a, b, beta=0)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """The kernel's, of factors that it takes."""
         a = a.contiguous()
         out = a.new_empty(len(a), b.shape[1])
-        self._multiply(a.data_ptr(), b.data_ptr(), out.data_ptr(), *a.shape, b.shape[1], self._depth(len(b)))
+        self._multiply(a.data_ptr(), b.data_ptr(), out.data_ptr(), *a.shape, b.shape[1], self._order.depth(len(b)))
         return out
 
-    def _agrees_with(self, depth: Callable[[int], int]) -> bool:
-        """Add in pieces of this depth; whether that has the bits of torch's products of many rows, for contractions of several lengths."""
-        self._depth, generator = depth, torch.Generator().manual_seed(0)
+    def _agrees_with(self, order: Order) -> bool:
+        """Take this order; whether it has the bits of torch's products of many rows, for contractions of several lengths."""
+        self._order, generator = order, torch.Generator().manual_seed(0)
         for rows, inner in ((64, 576), (17, 1536), (6, 64)):
             a, weight = torch.randn(512, inner, generator=generator), torch.randn(576, inner, generator=generator)
             if not torch.equal(self.product(a[:rows], weight.t()), (a @ weight.t())[:rows]):
@@ -83,9 +92,8 @@ class FewRows:
         return True
 
 
-def _is_served(a: Tensor, b: Tensor) -> bool:
+def _is_fit(a: Tensor, b: Tensor) -> bool:
     if not (a.dtype is b.dtype is torch.float32 and a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]):
         return False
-    (rows, inner), columns = a.shape, b.shape[1]
-    is_fit = FEWEST <= rows <= MOST and inner > 0 and inner % INNER_MULTIPLE == 0 and columns % COLUMN_MULTIPLE == 0
-    return is_fit and b.t().is_contiguous()
+    inner, columns = b.shape
+    return inner > 0 and inner % INNER_MULTIPLE == 0 and columns % COLUMN_MULTIPLE == 0 and b.t().is_contiguous()

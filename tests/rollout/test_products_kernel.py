@@ -36,7 +36,7 @@ def test_they_have_the_bits_of_torch_or_are_not_used(inner: int, columns: int) -
     x, weight = factors(1024, inner, columns)
     if not KERNEL.agrees:
         pytest.skip("torch adds in another order on this processor")
-    for rows in (2, 16, 64):
+    for rows in (4, 16, 64):
         assert torch.equal(KERNEL(x[:rows], weight.t()), (x @ weight.t())[:rows])
 
 
