@@ -184,7 +184,6 @@ class Controller:
     async def _open_book(self) -> None:
         self._empty_steps = EmptySteps(self._config.max_staleness, self._recorder.event)
         self._source = await BatchSource.opened(self._config, self._point, self._folder, self._recorder, self._by_disk)
-        self._source.book.filters &= self._learning.filters  # also after the run has gone back
 
     def _start_pool(self) -> None:
         config = self._config
@@ -365,7 +364,9 @@ class Controller:
         self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
         self._lengths = self._point.lengths
         self._checkpoints = CheckpointWriter(self._folder, self._recorder, config.checkpoint, config.deadlines, begins_at=self._step)
+        filters = self._source.book.filters
         await self._open_book()
+        self._source.book.filters = filters  # a run that has given the filter up did so for what it would meet again
         self._pool.serve(self._source.book, self._source.changes, self._generation)
         await self._start_parts()
 
@@ -493,7 +494,6 @@ class Controller:
         """Called when dynamic sampling discards nearly all groups."""
         if self._config.dynamic_sampling_on_shortage == "train":
             self._warn(f"{reason}. From here on the run trains on all groups, as dynamic_sampling_on_shortage = train asks for")
-            self._learning.goes_on_without_filter()
             self._source.book.filters = False
         elif self._step < self._config.steps:
             saved = " with a checkpoint" if self._step else ""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
-from evenkeel.actors.carriers import Notify, PreparedBatch, StoredGroup
+from evenkeel.actors.carriers import DiscardReason, Notify, PreparedBatch, StoredGroup
 from evenkeel.actors.config import RunConfig
 from evenkeel.actors.groups.tokens import fetched, tokens_fetch_s
 from evenkeel.actors.metrics.held_out import NEARLY_ALL, Evaluation
@@ -279,21 +279,19 @@ class NoLearning:
             "temperature": sampling.temperature,
         }
         self._every = max(8, self._per_step // 4)
-        self.filters = config.dynamic_sampling
-        """Whether groups without a gradient are given up."""
         self._groups = 0
         self._said: set[str] = set()
         self._looked_at: set[tuple[Cause, ...]] = set()
-        # Groups with and without a gradient since the last step, while groups without are discarded.
+        # Since the last step: groups with a gradient, and those that dynamic sampling has discarded for want of one.
         self._usable = self._useless = 0
 
-    def finished(self, group: GroupFacts) -> bool:
-        """Count a group. Returns: whether `said` wants samples now."""
+    def finished(self, group: GroupFacts, *, is_discarded: bool = False) -> bool:
+        """Count a group. Args: is_discarded: by dynamic sampling. Returns: whether `said` wants samples now."""
         counts = _Counts.of(group, self._correct_at[task_of(group.prompt_id)], by_turn=self._by_turn)
         self._last.append(counts)
         self._groups += 1
         self._usable += counts.has_gradient is True
-        self._useless += counts.has_gradient is False
+        self._useless += is_discarded
         if self._groups % self._every:
             return self.is_short
         met = _met(self.window())
@@ -306,7 +304,7 @@ class NoLearning:
     @property
     def is_short(self) -> bool:
         """Whether dynamic sampling discards so many groups that a batch is out of reach."""
-        return self.filters and self._useless > _SHORTAGE * (self._usable + _RULE_OF_THREE)
+        return self._useless > _SHORTAGE * (self._usable + _RULE_OF_THREE)
 
     @property
     def shortage(self) -> str:
@@ -377,21 +375,13 @@ class LearningWatch:
     def finished(self, group: StoredGroup) -> None:
         """A worker has sampled and scored it."""
         self._recent.append(replace(group, wide=None))  # which can be large, and says nothing
-        if self._judge.finished(group.facts) and (self._looking is None or self._looking.done()):
+        wants = self._judge.finished(group.facts, is_discarded=group.reason is DiscardReason.UNIFORM)
+        if wants and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(self._look())
 
     def trained(self) -> None:
         """A step is over."""
         self._judge.trained()
-
-    @property
-    def filters(self) -> bool:
-        """Whether groups without a gradient are given up."""
-        return self._judge.filters
-
-    def goes_on_without_filter(self) -> None:
-        """Groups without a gradient are trained on from here on."""
-        self._judge.filters = False
 
     async def _look(self) -> None:
         recent = list(self._recent)

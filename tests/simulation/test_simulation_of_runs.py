@@ -77,7 +77,7 @@ def run_of_one_worker(*, steps: int, groups_per_step: int, faults: tuple[Fault, 
 
 def test_a_run_without_a_gradient_ends_for_want_of_a_batch_or_goes_on_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the filter after 300 groups in a row (rule of three: fewer than 1 in 100 has a gradient) and those under way; it went on for
-    ever. Without it, from the beginning or from then on, to its last step, with one warning."""
+    ever. Without it, from the beginning or from then on, to its last step, with one warning; also when it goes back."""
     monkeypatch.setattr(SimulatedSampler, "_scored", lambda _, answer, *__: replace(answer, reward=1.0, text="an answer"))
     schedule = run_of_one_worker(steps=30, groups_per_step=4, faults=())
     filtered, plain = play(replace(schedule, dynamic_sampling=True)), play(schedule)
@@ -85,8 +85,12 @@ def test_a_run_without_a_gradient_ends_for_want_of_a_batch_or_goes_on_and_says_w
     discarded = re.search(r"discarded (\d+) groups since the last step, and kept 0", told)
     assert discarded is not None and 300 < int(discarded[1]) <= 300 + 2 * schedule.groups_per_step and filtered.steps == 0
     assert "the reward is 1 for each of the last" in told and told.count(", answer 'an answer'") == 2
-    unfiltered = play(replace(schedule, dynamic_sampling=True, changes="dynamic_sampling_on_shortage=train"))
-    assert unfiltered.steps == 30 and sum("From here on the run trains on all groups" in line for line in unfiltered.trace) == 1
+    goes_on = replace(schedule, dynamic_sampling=True, changes="dynamic_sampling_on_shortage=train")
+    unfiltered = play(goes_on)
+    (said,) = (line for line in unfiltered.trace if "From here on the run trains on all groups" in line)
+    back = play(replace(goes_on, faults=(Fault(float(said.split()[0]) + 20.0, "kill_learner"),)))
+    assert unfiltered.steps == back.steps == 30
+    assert sum("From here on" in line for line in back.trace) == sum("The run goes back to" in line for line in back.trace) == 1
     assert plain.steps == 30 and sum("the reward is 1 for each of the last" in line for line in plain.trace) == 1
 
 

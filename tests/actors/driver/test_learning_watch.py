@@ -99,7 +99,7 @@ def ended(run: Any, recorder: EventsRecorder) -> list[str]:
 def trained_on(run: Any, recorder: EventsRecorder) -> list[str]:
     with pytest.raises(DataError, match=r"group 30\d was trained on"):
         asyncio.run(asyncio.wait_for(run._train(), 20.0))
-    assert not run._alarm and not run._learning.filters
+    assert not run._alarm and not run._source.book.filters
     return [event for event in recorder.events if "From here on the run trains on all groups" in event]
 
 
