@@ -196,7 +196,10 @@ async def _try_turns(entry: TaskEntry, task: Task | None, encoder: ChatEncoder |
     if encoder is None or not encoder.apply_chat_template:
         return []
     said = encoder.tokenizer.encode("1", add_special_tokens=False)
-    encoder.following("1", said, [{"role": "tool" if tools else "user", "content": "1"}], tools)
+    follows = {"role": "user", "content": "1"}
+    if tools:
+        follows |= {"role": "tool", "tool_call_id": "call_0_0", "name": tools[0]["function"]["name"]}
+    encoder.following("1", said, [follows], tools)
     if not tools or encoder.encode("1") != encoder.encode("1", tools):
         return []
     path = entry.environment.path if entry.environment is not None else ""

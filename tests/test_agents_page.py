@@ -27,7 +27,7 @@ from evenkeel.rollout.trajectory import Prompt, Trajectory
 from tests.conftest import BackgroundLoop
 from tests.e2e.launch import evenkeel
 from tests.rollout.door_scene import AT_ONE, MODEL, Script, opened, scripted
-from tests.rollout.environment_scene import ScriptedModel, in_a_pool
+from tests.rollout.environment_scene import TEMPLATE_WITH_TOOLS, ScriptedModel, in_a_pool
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
@@ -75,6 +75,16 @@ def test_a_whole_recipe_starts(name: str, folder: Path, tiny_model: Path) -> Non
     config, task, notes = prepare(recipe_of(Path(f"{name}.yaml"), [f"model={tiny_model}"]).config)
     assert len(task.held_out_prompts()) > 0 and config.rollout.reward is not None
     assert any("the model's chat template shows no tools" in note for note in notes) == (name == "adder")
+
+
+def test_tools_are_shown_by_a_template_that_knows_them(folder: Path, tiny_model: Path) -> None:
+    """A start has it go on after a call, with all that a result's message has, and says nothing."""
+    model = Path(shutil.copytree(tiny_model, folder / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE_WITH_TOOLS
+    tokenizer.save_pretrained(model)
+    _, _, notes = prepare(recipe_of(Path("adder.yaml"), [f"model={model}"]).config)
+    assert not any("shows no tools" in note for note in notes)
 
 
 @pytest.mark.slow

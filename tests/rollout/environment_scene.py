@@ -124,6 +124,11 @@ USER_ENVIRONMENTS = """
         async def reset(self, task): return task["metadata"]["file"]
         async def step(self, turn): return "x", 0.0, True
 """
+TEMPLATE_WITH_TOOLS = (
+    "{% for tool in tools or [] %}<|im_start|>tool\n{{ tool | tojson }}<|im_end|>\n{% endfor %}{% for m in messages %}"
+    "<|im_start|>{{ m['role'] }}{{ ' ' + m['name'] + ' ' + m['tool_call_id'] if m['role'] == 'tool' else '' }}\n"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 PROMPT = Prompt("train/0/0", "1 + 2 = ", (1,), "3")
 
 

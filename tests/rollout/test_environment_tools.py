@@ -16,7 +16,7 @@ from evenkeel.rollout.config import EnvironmentConfig
 from evenkeel.rollout.environments.environments import EnvironmentPool
 from evenkeel.rollout.environments.tools import LONGEST_RESULT, MOST_CALLS
 from evenkeel.rollout.trajectory import FinishReason, Trajectory
-from tests.rollout.environment_scene import PROMPT, ScriptedModel, environment, in_a_pool
+from tests.rollout.environment_scene import PROMPT, TEMPLATE_WITH_TOOLS, ScriptedModel, environment, in_a_pool
 
 MODULE = '''
     import asyncio, json, sys, time
@@ -104,11 +104,6 @@ MODULE = '''
     class Twice(Plain):
         tools = [add, add]
 '''
-TEMPLATE = (
-    "{% for tool in tools or [] %}<|im_start|>tool\n{{ tool | tojson }}<|im_end|>\n{% endfor %}{% for m in messages %}"
-    "<|im_start|>{{ m['role'] }}{{ ' ' + m['name'] + ' ' + m['tool_call_id'] if m['role'] == 'tool' else '' }}\n"
-    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +115,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def model(tiny_model: Path) -> ScriptedModel:
     found = ScriptedModel(tiny_model, max_tokens=40_000)
-    found.encoder.tokenizer.chat_template = TEMPLATE
+    found.encoder.tokenizer.chat_template = TEMPLATE_WITH_TOOLS
     return found
 
 
