@@ -57,6 +57,8 @@ def _serves_a_cpu(name: str) -> bool:
 def register() -> None:
     """Entry point `sglang.srt.plugins`: uses SGLang's registries and hooks only."""
     # Imported here: SGLang loads this module while its own are half imported.
+    import torch
+
     from evenkeel.engines import matrix_products
     from evenkeel.rollout.sglang_plugin import (
         attention,
@@ -90,8 +92,8 @@ def register() -> None:
         hooks.use_plain_host_memory()
         matrix_products.use_fastest()
         if is_compiled:
-            elementwise.register()
-            if not matrix_products.is_needed():
+            elementwise.register(getattr(torch, engine.resolved_dtype))
+            if engine.resolved_dtype == "float32" and not matrix_products.is_needed():
                 products.use()
         experts.register()
     elif engine.gpu_share < 1:

@@ -13,17 +13,19 @@ from torch import Tensor
 from evenkeel.rollout.sglang_plugin.compiled import compiled
 
 SOURCE = Path(__file__).with_name("elementwise.c")
+ELEMENTS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _SIDE = (_POINTER, _COUNT, _POINTER, _COUNT)
 """Arguments about queries or keys: where they lie, the numbers between two of them, where the results go, and the number of heads."""
 
 
 class Elementwise:
-    """The two functions of elementwise.c, on float32."""
+    """The two functions of elementwise.c."""
 
-    def __init__(self) -> None:
-        """Raises: EngineError without a working C compiler."""
-        library = compiled(SOURCE, [], "-ffp-contract=off")
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Args: dtype: of ELEMENTS. Raises: EngineError without a working C compiler."""
+        self.dtype = dtype
+        library = compiled(SOURCE, [f"-DELEMENT={ELEMENTS[dtype]}"], "-ffp-contract=off")
         self._norm, self._rotate = library.norm, library.rotate
         self._norm.argtypes = [*[_POINTER] * 5, _COUNT, _COUNT, ctypes.c_float]
         self._rotate.argtypes = [*_SIDE, *_SIDE, _POINTER, _POINTER, _COUNT, _COUNT]
@@ -44,7 +46,7 @@ class Elementwise:
         return out, sums
 
     def rotate(self, query: Tensor, key: Tensor, angles: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Args: query, key: [T, heads * D], rows contiguous; angles: [positions, D], cosines and sines; positions: [T] int64."""
+        """Args: query, key: [T, heads * D], rows contiguous; angles: [positions, D] float32, cosines and sines; positions: [T] int64."""
         size, outs = angles.shape[1], (query.new_empty(query.shape), key.new_empty(key.shape))
         of_query, of_key = (
             (x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[1] // size) for x, out in zip((query, key), outs, strict=True)
@@ -56,26 +58,27 @@ class Elementwise:
         """Whether the norm's bits are torch's, for rows of several lengths."""
         generator = torch.Generator().manual_seed(0)
         for size in (576, 896, 100, 4096):
-            x, residual = torch.randn(2, 3, size, generator=generator)
-            weight = torch.randn(size, generator=generator)
-            sums = x + residual
-            expected = sums * torch.rsqrt(sums.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+            x, residual = torch.randn(2, 3, size, generator=generator).to(self.dtype)
+            weight = torch.randn(size, generator=generator).to(self.dtype)
+            sums = x.float() + residual.float()
+            expected = (sums * torch.rsqrt(sums.pow(2).mean(-1, keepdim=True) + 1e-5) * weight).to(self.dtype)
             found = self.norm(x, residual, weight, 1e-5)
-            if not (torch.equal(found[0], expected) and torch.equal(found[1], sums)):
+            if not (torch.equal(found[0], expected) and torch.equal(found[1], sums.to(self.dtype))):
                 return False
         return True
 
 
-def register() -> None:
-    """Have SGLang's layers use them. Raises: EngineError without a working C compiler."""
-    kernels = Elementwise()
-    if not kernels.agrees():
+def register(dtype: torch.dtype) -> None:
+    """Have SGLang's layers use them. Args: dtype: of the engine. Raises: EngineError without a working C compiler."""
+    if dtype not in ELEMENTS or not (kernels := Elementwise(dtype)).agrees():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def norm(original: Callable[..., Any], layer: Any, x: Tensor, residual: Tensor | None = None, *args: Any, **options: Any) -> Any:
-        is_plain = x.dtype is layer.weight.dtype is torch.float32 and x.dim() == 2 and x.shape[-1] == layer.hidden_size
-        if not is_plain or args or options.get("post_residual_addition") is not None or layer.variance_size_override is not None:
+        is_plain = x.dtype is layer.weight.dtype is dtype and x.dim() == 2 and x.shape[-1] == layer.hidden_size
+        is_rounded_once = layer.override_orig_dtype is None and not (layer.fp32_residual or layer.cast_x_before_out_mul)
+        is_other = args or options.get("post_residual_addition") is not None or layer.variance_size_override is not None
+        if not (is_plain and is_rounded_once) or is_other or (residual is not None and residual.dtype is not dtype):
             return original(layer, x, residual, *args, **options)
         x = x.contiguous()
         if residual is None:
@@ -85,9 +88,10 @@ def register() -> None:
     def rotate(original: Callable[..., Any], layer: Any, positions: Tensor, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
         angles = layer.cos_sin_cache
         is_whole = layer.is_neox_style and layer.rotary_dim == layer.head_size == angles.shape[-1]
-        is_plain = query.dtype is key.dtype is angles.dtype is torch.float32 and query.dim() == key.dim() == 2 and angles.is_contiguous()
+        is_plain = query.dtype is key.dtype is dtype and query.dim() == key.dim() == 2
+        has_angles = angles.dtype is torch.float32 and angles.is_contiguous()
         if (
-            not (is_whole and is_plain and positions.dim() == 1 and query.stride(1) == key.stride(1) == 1)
+            not (is_whole and is_plain and has_angles and positions.dim() == 1 and query.stride(1) == key.stride(1) == 1)
             or args
             or any(one is not None for one in options.values())
         ):

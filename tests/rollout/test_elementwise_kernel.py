@@ -7,7 +7,7 @@ import torch
 
 from evenkeel.rollout.sglang_plugin.elementwise import Elementwise
 
-KERNELS = Elementwise()
+KERNELS, HALF = Elementwise(torch.float32), Elementwise(torch.bfloat16)
 EPS = 1e-5
 
 
@@ -25,23 +25,38 @@ def test_a_norm_is_the_one_of_its_definition(rows: int, size: int) -> None:
     assert torch.equal(KERNELS.norm(sums[-1:], None, weight, EPS)[0], found[-1:])
 
 
+@pytest.mark.parametrize("kernels", [KERNELS, HALF], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [64, 896, 2048, 3584])
-def test_its_bits_are_those_of_the_operators_or_it_is_not_used(size: int) -> None:
+def test_its_bits_are_those_of_the_operators_or_it_is_not_used(size: int, kernels: Elementwise) -> None:
+    """In bfloat16 SGLang adds and multiplies in float32, and rounds the sum for the residual alone."""
     if not KERNELS.agrees():
         pytest.skip("torch adds in another order on this processor")
-    x, weight = torch.randn(9, size, generator=torch.Generator().manual_seed(1)), torch.linspace(0, 3, size)
-    expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
-    assert torch.equal(KERNELS.norm(x, None, weight, EPS)[0], expected)
+    x, residual = torch.randn(2, 9, size, generator=torch.Generator().manual_seed(1)).to(kernels.dtype)
+    weight = torch.linspace(0, 3, size).to(kernels.dtype)
+    for before in (None, residual):
+        whole = x.float() if before is None else x.float() + before.float()
+        expected = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + EPS) * weight
+        found, sums = kernels.norm(x, before, weight, EPS)
+        assert torch.equal(found, expected.to(kernels.dtype)) and torch.equal(sums, whole.to(kernels.dtype))
 
 
+def test_numbers_of_bfloat16_are_rounded_as_torch_rounds_them() -> None:
+    """Ties to the even one, beyond the largest to infinity, NaN to NaN: sums of two numbers, of every exponent and sign."""
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(64, -1)
+    residual = x.roll(77, -1).contiguous()
+    sums = HALF.norm(x, residual, torch.ones(x.shape[1], dtype=torch.bfloat16), EPS)[1]
+    assert torch.equal(sums.nan_to_num(7.0), (x.float() + residual.float()).to(torch.bfloat16).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, HALF], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens", [1, 7, 50])
-def test_rotary_angles_have_the_bits_of_the_operators(tokens: int) -> None:
+def test_rotary_angles_have_the_bits_of_the_operators(tokens: int, kernels: Elementwise) -> None:
     """Queries and keys as they lie in a layer: parts of one product's rows."""
     generator = torch.Generator().manual_seed(tokens)
-    query, key, _ = torch.randn(tokens, 5 * 16, generator=generator).split([48, 16, 16], -1)
+    query, key, _ = torch.randn(tokens, 5 * 16, generator=generator).to(kernels.dtype).split([48, 16, 16], -1)
     angles, positions = torch.randn(30, 16, generator=generator), torch.randint(30, (tokens,), generator=generator)
-    cosine, sine = angles[positions, None].chunk(2, -1)
-    for found, x in zip(KERNELS.rotate(query, key, angles, positions), (query, key), strict=True):
+    cosine, sine = angles[positions, None].to(kernels.dtype).chunk(2, -1)
+    for found, x in zip(kernels.rotate(query, key, angles, positions), (query, key), strict=True):
         first, second = x.reshape(tokens, -1, 16).chunk(2, -1)
         expected = torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
         assert torch.equal(found, expected.reshape(x.shape))
