@@ -197,6 +197,14 @@ LEVELS: dict[str, ReferenceLevel] = {
         "this project: 4e-5 with 3 layers and 6M parameters, 8e-3 with 30 and 135M; SGLang rounds after each operator there. Ten times "
         "the largest",
     ),
+    "cpu_float16": ReferenceLevel(
+        "dense, float16 on CPUs",
+        2.7e-5,
+        1.2e-4,
+        1.2e-3,
+        "this project: 2.7e-5 to 1.2e-4 with 30 layers and 135M, a 59th of what it has in bfloat16; less with fewer layers. Ten times the "
+        "largest",
+    ),
     "moe_bfloat16": ReferenceLevel(
         "mixture of experts, bfloat16",
         1e-3,
@@ -262,6 +270,8 @@ def usual_level(
         setting = "float8_blocks" if has_float8 else of_experts if has_experts else of_dense
     elif setting is None and dtype == "float32":
         setting = "float32"
+    elif setting is None and dtype == "float16" and device == "cpu" and not (has_experts or has_float8):
+        setting = "cpu_float16"
     return LEVELS.get(setting or "")
 
 

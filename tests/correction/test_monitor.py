@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from evenkeel.correction.early_warning.monitor import SYMPTOMS, Monitor, MonitorConfig, State, Symptom, theil_sen
+from evenkeel.correction.early_warning.monitor import SYMPTOMS, Monitor, MonitorConfig, State, Symptom, theil_sen, usual_level
 
 START = 2 + 20  # steps skipped and of the baseline
 K3 = 1e-3
@@ -303,6 +303,14 @@ def test_what_is_forgotten_begins_anew():
     events = [e for step in range(60, 100) for e in monitor.update(step, {"rejected_share": 0.5, "bad_update_share": 0.2})]
     assert {event.name for event in events} == {"bad_update_share"}
     assert monitor.states["rejected_share"] is State.OK
+
+
+def test_what_is_usual_covers_what_a_real_model_was_measured_with():
+    """SmolLM2-135M, docs/mismatch_on_a_laptop.md: the largest k3 of its kinds of text, by type; of experts in float16 nothing is known."""
+    for dtype, measured in (("float32", 4.7e-11), ("float16", 1.2e-4), ("bfloat16", 6.7e-3)):
+        usual = usual_level(None, dtype, device="cpu")
+        assert usual is not None and usual.high / 10 < measured <= usual.high < usual.alarm
+    assert usual_level(None, "float16", device="cpu", has_experts=True) is usual_level(None, "float16", device="cuda") is None
 
 
 def test_without_a_start_mismatch_is_held_against_what_is_usual_for_the_setting():
