@@ -25,7 +25,7 @@ from evenkeel.doctor.on_paper import on_paper, stop_at_failures
 from evenkeel.doctor.start_checks import config_for_model
 from evenkeel.engines.machine import fast_bfloat16, gc_paused
 from evenkeel.init_model import read_record
-from evenkeel.rollout.config import TaskEntry, named
+from evenkeel.rollout.config import BEYOND_LOOPBACK, TaskEntry, named
 from evenkeel.rollout.door.agents import check_program
 from evenkeel.rollout.environments.environments import EnvironmentPool
 from evenkeel.rollout.rewards.reward_trial import WRONG, trial_notes
@@ -96,6 +96,8 @@ def check_inputs(config: RunConfig, model: Path | None, *, is_resumed: bool = Fa
         its = None if task is None else task.tasks[entry.name]
         with kept(lacking), named(entry):
             found += [Complaint("warn", text) for text in asyncio.run(_try_reward(config, entry, its, is_resumed=is_resumed))]
+        if entry.agent is not None and entry.agent.is_beyond_loopback:
+            found.append(Complaint("note", f"rollout.agent.bind = {entry.agent.bind}: {BEYOND_LOOPBACK}"))
         if entry.environment is not None or entry.agent is not None:
             with kept(lacking), named(entry):
                 found += [Complaint("warn", text) for text in asyncio.run(_try_turns(entry, its, encoders.get(entry.name)))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -388,6 +389,14 @@ class EnvironmentConfig(_OwnCode, _Processes):
 # --- agent ------------------------------------------------------------------------------------------------------------
 
 
+NODE = "node"
+"""In place of an address: the node's own."""
+BEYOND_LOOPBACK = (
+    "the agents' door listens beyond loopback, and there is no TLS: who can read that network can read the sessions' keys, and all that is "
+    "said; keep it private"
+)
+
+
 class AgentConfig(_Processes):
     """A program of your own that plays a rollout: it talks to a base URL as to any served model (docs/agents.md)."""
 
@@ -395,6 +404,9 @@ class AgentConfig(_Processes):
     """The program and its arguments; it is started once for each rollout, in `folder`."""
     folder: Path | None = None
     """Where the program runs. Empty: where the run is started, which a resume from another folder remembers."""
+    bind: str = "127.0.0.1"
+    """Address that the worker's door listens on. "node": the node's own, as Ray knows it, for programs that run elsewhere, in a container
+    say. Beyond loopback there is no TLS: who can read that network can read keys and texts."""
     tool_parser: str | None = None
     """SGLang's name of the form in which the model calls tools, e.g. qwen25, hermes, llama3. Empty: all that it says is text."""
     max_turns: PositiveInt = Field(default=64, le=10**4)
@@ -406,6 +418,19 @@ class AgentConfig(_Processes):
     """Longest time for a rollout; then the program is killed, and the rollout counts as failed."""
     processes: PositiveInt = Field(default=16, le=1024)
     """Programs that a rollout worker runs at a time."""
+
+    @field_validator("bind")
+    @classmethod
+    def _is_an_address(cls, bind: str) -> str:
+        with contextlib.suppress(ValueError):
+            if bind == NODE or not ip_address(bind).is_unspecified:
+                return bind
+        raise ValueError(f"bind = {bind!r}: programs need an address that they can reach; give one of this machine, or {NODE}")
+
+    @property
+    def is_beyond_loopback(self) -> bool:
+        """Whether others than this machine's users may reach the door."""
+        return self.bind == NODE or not ip_address(self.bind).is_loopback
 
 
 # --- sampling and packing -------------------------------------------------------------------------------------------

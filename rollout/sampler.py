@@ -19,6 +19,7 @@ from evenkeel.correction.errors import EngineError
 from evenkeel.rollout.config import WHOLE_VOCABULARY, AnswerSampling, RolloutConfig, SamplingConfig, TaskEntry, Truncation, named
 from evenkeel.rollout.continuation import is_begun, is_unfinished, unsampled
 from evenkeel.rollout.door.agents import AgentRollout, Agents
+from evenkeel.rollout.door.door import LOOPBACK
 from evenkeel.rollout.engine.engine import RolloutEngine, in_answer_thread
 from evenkeel.rollout.environments.environments import EnvironmentPool
 from evenkeel.rollout.environments.played_rollout import PlayedRollout
@@ -52,14 +53,16 @@ class Player:
         return self.environments is not None or self.agents is not None
 
     @classmethod
-    async def start(cls, entry: TaskEntry, settings: SamplingConfig, encoder: ChatEncoder, model: str, sample: Prompt | None) -> Player:
+    async def start(
+        cls, entry: TaskEntry, settings: SamplingConfig, encoder: ChatEncoder, model: str, sample: Prompt | None, node: Callable[[], str]
+    ) -> Player:
         """Start the processes of a task. Args, Raises: as Sampler.start. No process is left then."""
         rewards, agents = RewardPool(entry.reward, entry.task), None
         environments = None if entry.environment is None else EnvironmentPool(entry.environment)
         try:
             if entry.agent is not None:
                 score = None if entry.reward.kind == "agent" else rewards.score_one
-                agents = await Agents.start(entry.agent, model, encoder, score)
+                agents = await Agents.start(entry.agent, model, encoder, score, node=node)
             await rewards.check(sample)
             if environments is not None and sample is not None:
                 await environments.check(sample)
@@ -106,6 +109,7 @@ class Sampler:
         seed: int = 0,
         topk: int = 0,
         has_weights: bool = True,
+        node: Callable[[], str] = lambda: LOOPBACK,
     ) -> Sampler:
         """Start the processes for rewards, environments and agents, and the engine (seconds to a minute on a CPU).
 
@@ -114,6 +118,7 @@ class Sampler:
             version: weight version of the model folder.
             topk: the most that `group` will be asked for.
             has_weights: see RolloutEngine.start.
+            node: finds the address of this node, for agents' doors that are to listen there.
         Raises: RewardError for a reward function that fails on the sample; ConfigError for such an environment, and for an agent whose
             program isn't there; as RolloutEngine.start. No process is left then.
         """
@@ -124,7 +129,7 @@ class Sampler:
             for entry in config.entries:
                 with named(entry):
                     settings, encoder = config.sampling_of(entry.name), encoders[entry.name]
-                    player = await Player.start(entry, settings, encoder, model.name, first.get(entry.name))
+                    player = await Player.start(entry, settings, encoder, model.name, first.get(entry.name), node)
                 players[entry.name] = player
                 started.push_async_callback(player.close)
             engine = await RolloutEngine.start(model, config.engine, version=version, name=name, has_weights=has_weights)

@@ -133,6 +133,7 @@ class RolloutWorker:
                 seed=settings.seed,
                 topk=settings.topk,
                 has_weights=False,
+                node=node_address,
             )
         self._endpoint.registry.register(self._sampler.engine.metrics)
         self._end_notice = EndNotice()

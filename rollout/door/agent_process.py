@@ -36,7 +36,7 @@ def serve(connection: socket.socket, spec: dict[str, Any]) -> None:
         send(connection, {"error": f"rollout.agent.command = {command}: no program {command[0]} {where}; the run starts where it lies"})
         return
     # The door is reached without a proxy, whatever else the user's own list has. Programs read one spelling or the other.
-    direct = ",".join(filter(None, [os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), "127.0.0.1"]))
+    direct = ",".join(filter(None, [os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), spec["door"]]))
     os.environ |= {"NO_PROXY": direct, "no_proxy": direct}
     adopt_orphans()
     send(connection, {"ready": True})

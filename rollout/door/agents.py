@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from evenkeel.correction.errors import ConfigError, EngineError, EvenkeelError, signal_name
-from evenkeel.rollout.config import AgentConfig, AnswerSampling
+from evenkeel.rollout.config import NODE, AgentConfig, AnswerSampling
 from evenkeel.rollout.continuation import is_unfinished, unsampled
 from evenkeel.rollout.door.conversation import Conversation
-from evenkeel.rollout.door.door import Address, Door
+from evenkeel.rollout.door.door import LOOPBACK, Address, Door
 from evenkeel.rollout.engine.engine import in_answer_thread
 from evenkeel.rollout.limited_processes.child import shortened
 from evenkeel.rollout.limited_processes.parent import CallError, LimitedProcess, error_in
@@ -39,9 +39,10 @@ Score = Callable[[Trajectory, Prompt], Awaitable[Trajectory]]
 """Gives a rollout its reward, or an error."""
 
 
-def _process(config: AgentConfig) -> LimitedProcess:
+def _process(config: AgentConfig, door: str = "") -> LimitedProcess:
+    """Args: door: the address that its programs ask."""
     spec = config.model_dump(include={"start_deadline_s", "memory_gib", "variables"})
-    spec |= {"command": list(config.command), "folder": str((config.folder or Path.cwd()).absolute())}
+    spec |= {"command": list(config.command), "folder": str((config.folder or Path.cwd()).absolute()), "door": door}
     return LimitedProcess(_MODULE, spec, name="the agent", section=_SECTION)
 
 
@@ -65,15 +66,27 @@ class Agents:
         """Args: score: None: the program writes its reward. Raises: ConfigError for a parser of tool calls that SGLang doesn't have."""
         self._config, self._door, self._encoder, self._score = config, door, encoder, score
         self._calls = calls_of(config.tool_parser, _SECTION)
-        self._processes = [_process(config) for _ in range(config.processes)]
+        self._processes = [_process(config, door.host) for _ in range(config.processes)]
         self._idle: asyncio.LifoQueue[LimitedProcess] = asyncio.LifoQueue()  # so that no more are started than are needed
         for process in self._processes:
             self._idle.put_nowait(process)
 
     @classmethod
-    async def start(cls, config: AgentConfig, model: str, encoder: ChatEncoder, score: Score | None) -> Agents:
-        """Args: model: the name that agents ask for. Raises: ConfigError for a program that isn't there."""
-        door = await Door.opened(model, encoder)
+    async def start(
+        cls, config: AgentConfig, model: str, encoder: ChatEncoder, score: Score | None, *, node: Callable[[], str] = lambda: LOOPBACK
+    ) -> Agents:
+        """
+        Args:
+            model: the name that agents ask for.
+            node: finds the address of this node, for a door that is to listen there.
+        Raises: ConfigError for a program that isn't there, or an address that this machine doesn't have.
+        """
+        host = node() if config.bind == NODE else config.bind
+        try:
+            door = await Door.opened(model, encoder, host)
+        except OSError as error:
+            remedy = f"give an address of each node that has rollout workers, or {NODE}"
+            raise ConfigError(f"rollout.agent.bind = {config.bind}: the door can't listen on {host} ({error})", remedy=remedy) from error
         agents = None
         try:
             agents = cls(config, door, encoder, score)

@@ -4,7 +4,8 @@
     GET  /sessions/ID/v1/models
     POST /sessions/ID/inference/v1/generate  token ids in, token ids with logprobs out; also without /sessions/ID, by the key alone
 
-It listens on loopback, and answers nobody without the session's key. Keys are in no URL and in no log: nothing of a request is logged.
+It listens on loopback or, if it is told so, on another address of its node; there is no TLS. It answers nobody without the session's key.
+Keys are in no URL and in no log: nothing of a request is logged.
 A stream begins at once and says that it lives; its turn comes in one piece, when the model has ended it.
 """
 
@@ -33,7 +34,7 @@ from evenkeel.rollout.tasks.chat import ChatEncoder
 log = logging.getLogger("evenkeel.door")
 LARGEST_BODY_BYTES = 32 << 20
 """Of a request. A conversation of 256,000 tokens has about a megabyte."""
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 # aiohttp's own would write down the line of a request that is no HTTP, its key included.
 _QUIET = logging.Logger("the door's server", logging.CRITICAL + 1)
 _SIGN_OF_LIFE_S = 10.0
@@ -65,9 +66,9 @@ class _Open:
 class Door:
     """Sessions by their ids. All belong to the event loop on which it was opened."""
 
-    def __init__(self, model: str, encoder: ChatEncoder) -> None:
-        """Args: model: the name that agents ask for. Use Door.opened."""
-        self.model, self._encoder = model, encoder
+    def __init__(self, model: str, encoder: ChatEncoder, host: str) -> None:
+        """Args: model: the name that agents ask for. host: the address that it listens on. Use Door.opened."""
+        self.model, self.host, self._encoder = model, host, encoder
         self._open: dict[str, _Open] = {}
         # id -> key of sessions that have ended, the oldest first.
         self._ended: OrderedDict[str, str] = OrderedDict()
@@ -81,15 +82,16 @@ class Door:
             ]
         )
         self._runner = web.AppRunner(app, handle_signals=False, access_log=None, logger=_QUIET, shutdown_timeout=1.0)
-        self._port = 0
+        # As URLs and Host headers write it.
+        self._place = ""
 
     @classmethod
-    async def opened(cls, model: str, encoder: ChatEncoder) -> Door:
-        """A door on a free port of loopback. Raises: OSError."""
-        door = cls(model, encoder)
+    async def opened(cls, model: str, encoder: ChatEncoder, host: str = LOOPBACK) -> Door:
+        """A door on a free port. Args: as Door. Raises: OSError."""
+        door = cls(model, encoder, host)
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        door._place = f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         await door._runner.setup()
-        listener = socket.create_server((_HOST, 0))
-        door._port = listener.getsockname()[1]
         await web.SockSite(door._runner, listener).start()
         return door
 
@@ -103,7 +105,7 @@ class Door:
         """Open a session. Args: how: it is sampled."""
         session, key = secrets.token_hex(8), secrets.token_urlsafe(32)
         self._open[session] = _Open(conversation, key, how)
-        return Address(f"http://{_HOST}:{self._port}/sessions/{session}/v1", key, session)
+        return Address(f"http://{self._place}/sessions/{session}/v1", key, session)
 
     def end(self, address: Address) -> None:
         """End a session, and the turn under way."""
@@ -138,7 +140,7 @@ class Door:
 
     def _session(self, request: web.Request) -> _Open:
         """Raises: RefusedRequest."""
-        if request.headers.get("Host") not in (f"{_HOST}:{self._port}", f"localhost:{self._port}"):
+        if request.headers.get("Host", "").replace("localhost:", f"{LOOPBACK}:") != self._place:
             raise RefusedRequest("the Host header names another place: a page of somebody else's asks, or a proxy rewrites it", status=403)
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer":

@@ -60,8 +60,8 @@ def scripted(script: Script, encoder: ChatEncoder, **how: Any) -> Conversation:
 
 
 @contextlib.asynccontextmanager
-async def opened(encoder: ChatEncoder) -> AsyncIterator[Door]:
-    door = await Door.opened(MODEL, encoder)
+async def opened(encoder: ChatEncoder, **how: Any) -> AsyncIterator[Door]:
+    door = await Door.opened(MODEL, encoder, **how)
     try:
         yield door
     finally:
@@ -77,7 +77,7 @@ async def post(address: Address, body: Any, *, at: str = "/chat/completions", ke
     """(status, the sentence of an error or the whole body)."""
     named = {"Authorization": f"Bearer {address.key if key is None else key}"} | headers
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
-    async with httpx.AsyncClient() as asking:
+    async with httpx.AsyncClient(timeout=60.0) as asking:  # of 32 MiB, on a busy machine
         answer = await asking.post(address.base_url + at, headers=named, **content)
     found = answer.json()
     return answer.status_code, found["error"]["message"] if "error" in found else answer.text

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -54,11 +55,13 @@ def encoder(tiny_model: Path) -> ChatEncoder:
 
 
 @contextlib.asynccontextmanager
-async def started(encoder: ChatEncoder, folder: Path, score: Score | None = None, **settings: Any) -> AsyncIterator[Agents]:
+async def started(
+    encoder: ChatEncoder, folder: Path, score: Score | None = None, *, node: str = "127.0.0.1", **settings: Any
+) -> AsyncIterator[Agents]:
     """Agents whose program is FOLDER/agent.py, or what the prompt's answer says, run by name."""
     (folder / "asking.py").write_text(ASKING)
     config = AgentConfig(command=(sys.executable, "agent.py"), folder=folder, **({"processes": 1} | settings))
-    agents = await Agents.start(config, MODEL, encoder, score)
+    agents = await Agents.start(config, MODEL, encoder, score, node=lambda: node)
     try:
         yield agents
     finally:
@@ -103,6 +106,29 @@ def test_a_program_plays_a_rollout(
     assert seen["NO_PROXY"] == seen["no_proxy"] == "judge.example,127.0.0.1"
     assert seen["LEFT"] == "" and Path(seen["MADE"]).parent == Path(seen["TMPDIR"])
     assert not any(Path(seen[name]).exists() for name in ("EVENKEEL_TASK", "TMPDIR")), "its files are gone"
+
+
+def test_a_program_is_given_the_node_s_address(engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path) -> None:
+    """If the door listens there; it is reached without a proxy, too."""
+    (tmp_path / "agent.py").write_text("from asking import *\nask('1')\njson.dump(dict(os.environ), open('seen.json', 'w'))\nreward(1)\n")
+
+    async def run() -> Trajectory:
+        async with started(encoder, tmp_path, bind="node", node="127.0.0.3") as agents:
+            return await agents.rollout(PROMPT, None, AT_ONE).play(Script(encoder, "said").begin)
+
+    one = engine_loop.run(run())
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert (one.reward, urlsplit(seen["OPENAI_BASE_URL"]).hostname, seen["NO_PROXY"], seen["no_proxy"]) == (1.0, *["127.0.0.3"] * 3)
+
+
+def test_an_address_that_nobody_could_reach_is_refused() -> None:
+    for bind in ("0.0.0.0", "::", "localhost", ""):
+        with pytest.raises(ValueError, match=f"bind = '{bind}': programs need an address that they can reach"):
+            AgentConfig(command=("true",), bind=bind)
+    assert [AgentConfig(command=("true",), bind=bind).is_beyond_loopback for bind in ("node", "10.0.0.1", "127.0.0.2", "::1")] == [
+        *[True] * 2,
+        *[False] * 2,
+    ]
 
 
 @needs_bubblewrap
@@ -338,6 +364,7 @@ def test_a_program_that_isnt_there_is_said_at_the_start(engine_loop: BackgroundL
         ({"command": ("agnet",)}, "rollout.agent.command = ['agnet']: no program agnet in PATH or "),
         ({"folder": tmp_path / "x"}, "as the folder "),
         ({"tool_parser": "qwen26"}, "rollout.agent.tool_parser = qwen26: SGLang has no such parser"),
+        ({"bind": "192.0.2.1"}, "rollout.agent.bind = 192.0.2.1: the door can't listen on 192.0.2.1 ("),
     ):
         with pytest.raises(ConfigError) as error:
             engine_loop.run(run(**settings))

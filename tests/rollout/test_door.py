@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -373,6 +374,29 @@ def test_nobody_else_gets_in(engine_loop: BackgroundLoop, encoder: ChatEncoder) 
             assert status == 410 and said.startswith("this session has ended")
             assert (await post(addresses[0], body, key="x"))[0] == 401
             assert (await post(addresses[1], body))[0] == 200
+
+    engine_loop.run(run())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+def test_at_another_address_it_answers_to_that_one_s_name(engine_loop: BackgroundLoop, encoder: ChatEncoder, host: str) -> None:
+    """And is nowhere else. A page whose name was made to mean that address brings its own name along."""
+
+    async def run() -> None:
+        async with opened(encoder, host=host) as door:
+            address = door.admit(scripted(Script(encoder, "ab"), encoder), AT_ONE)
+            place = urlsplit(address.base_url)
+            assert place.hostname == host
+            body = {"messages": [user("1")]}
+            for name in ("evil.example", "localhost", "127.0.0.1"):
+                status, said = await post(address, body, Host=f"{name}:{place.port}")
+                assert status == 403 and said.startswith("the Host header names another place")
+            assert (await post(address, body, key="x"))[0] == 401
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", place.port)
+            async with client(address) as asking:
+                answer = await asking.chat.completions.create(model=MODEL, messages=[user("1")])
+            assert answer.choices[0].message.content == "ab"
 
     engine_loop.run(run())
 

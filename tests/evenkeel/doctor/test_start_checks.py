@@ -235,6 +235,15 @@ def test_nothing_is_said_of_a_whole_folder_and_the_run_gets_what_train_resolves(
     assert config.learner.batch_invariant and config.rollout.engine.batch_invariant
 
 
+def test_a_door_beyond_loopback_is_said_to_have_no_tls(whole: Path) -> None:
+    """And one on loopback isn't."""
+    words = [f"model={whole}", "rollout.reward={kind: agent}"]
+    said = "rollout.agent.bind = node: the agents' door listens beyond loopback, and there is no TLS"
+    for bind, count in (("node", 1), ("'::1'", 0)):
+        config = load_config(RunConfig, SMALL, [*words, f"rollout.agent={{command: [python], bind: {bind}}}"])
+        assert [str(one).startswith(said) for one in check_inputs(config, None).found if "TLS" in str(one)] == [True] * count
+
+
 def test_the_context_is_decided_by_the_model_s_folder_and_a_longer_one_is_refused(whole: Path, tmp_path: Path) -> None:
     """Once, for all that asks for it: SGLang's arguments, the longest prompt, and what memory is planned for."""
     words = [f"model={whole}", f"run_dir={tmp_path}", SCORED]
