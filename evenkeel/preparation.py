@@ -33,6 +33,7 @@ from evenkeel.rollout.rewards.rewards import RewardError, RewardPool
 from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.tasks.mixture import Mixture
 from evenkeel.rollout.tasks.tasks import Task
+from evenkeel.rollout.tool_calls import id_of_call
 from evenkeel.rollout.trajectory import Demonstration
 from evenkeel.task_config import DISK_OR_HUB, IF_SLOW, mixture
 
@@ -200,7 +201,9 @@ async def _try_turns(entry: TaskEntry, task: Task | None, encoder: ChatEncoder |
     said = encoder.tokenizer.encode("1", add_special_tokens=False)
     follows = {"role": "user", "content": "1"}
     if tools:
-        follows |= {"role": "tool", "tool_call_id": "call_0_0", "name": tools[0]["function"]["name"]}
+        assert entry.environment is not None
+        name = tools[0]["function"]["name"]
+        follows |= {"role": "tool", "tool_call_id": id_of_call(entry.environment.tool_parser, name, 0), "name": name}
     encoder.following("1", said, [follows], tools)
     if not tools or encoder.encode("1") != encoder.encode("1", tools):
         return []

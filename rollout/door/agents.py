@@ -65,7 +65,7 @@ class Agents:
     def __init__(self, config: AgentConfig, door: Door, encoder: ChatEncoder, score: Score | None) -> None:
         """Args: score: None: the program writes its reward. Raises: ConfigError for a parser of tool calls that SGLang doesn't have."""
         self._config, self._door, self._encoder, self._score = config, door, encoder, score
-        self._calls = calls_of(config.tool_parser, _SECTION)
+        self._calls = calls_of(config.tool_parser, _SECTION, encoder.tokenizer)
         self._processes = [_process(config, door.host) for _ in range(config.processes)]
         self._idle: asyncio.LifoQueue[LimitedProcess] = asyncio.LifoQueue()  # so that no more are started than are needed
         for process in self._processes:

@@ -157,6 +157,8 @@ class Conversation:
         # The line of the last turn that the agent has had.
         self._spoke: _Line | None = None
         self._is_cut = False
+        # Calls of tools that its agent has had.
+        self._called = 0
         # Turns that are sampled now, and since when there is one.
         self._sampling, self._since = 0, 0.0
 
@@ -389,17 +391,12 @@ class Conversation:
             self._is_cut = True
             raise RefusedRequest("the conversation has no room for more (rollout.sampling.max_tokens, the engine's context)", code=NO_ROOM)
         said = self._encoder.text_of(segment.ids)
-        text, found = self._calls(said, tools) if tools else (said, [])
+        text, found = self._calls(said, tools, self._called) if tools else (said, [])
+        self._called += len(found)
         message: Message = {"role": "assistant", "content": text}
         if found:
-            number = sum(one.turns for one in self._lines)
             message["tool_calls"] = [
-                {
-                    "id": f"call_{number}_{place}",
-                    "type": "function",
-                    "function": {"name": one.name, "arguments": one.arguments},
-                }
-                for place, one in enumerate(found)
+                {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in found
             ]
         line.turns += 1
         self._spoke, self._is_cut = line, False

@@ -101,7 +101,7 @@ class _Server:
             return {"parts": components(await environment.cut()) if hasattr(environment, "cut") else {}}
         environment, turn, errors = self._environments[rollout], request["turn"], 0
         if self._tools is not None:
-            turn["results"], errors = await self._tools.results(environment, request["calls"], turn["number"])
+            turn["results"], errors = await self._tools.results(environment, request["calls"])
         returned = await environment.step(Turn(**turn))
         if not isinstance(returned, tuple) or len(returned) != 3:
             raise TypeError(f"step returned {returned!r:.80}; it returns (what the model reads next, reward, whether it is done)")

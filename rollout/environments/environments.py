@@ -135,7 +135,7 @@ class OpenEnvironment:
 
     async def step(self, turn: Turn, calls: Sequence[ToolCall] = ()) -> Step:
         """Args: calls: of its tools, that the turn has."""
-        answer = await self._call("step", {"turn": asdict(turn), "calls": [(call.name, call.arguments) for call in calls]})
+        answer = await self._call("step", {"turn": asdict(turn), "calls": [(call.id, call.name, call.arguments) for call in calls]})
         self.tool_calls += len(calls)
         self.tool_errors += answer["tool_errors"]
         return Step(answer["reading"], answer["parts"], answer["is_done"], answer.get("is_new") is True)

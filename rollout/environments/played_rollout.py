@@ -178,8 +178,8 @@ class PlayedRollout:
         """The environment's answer to a turn, its reward added to the others."""
 
         def read() -> tuple[str, Sequence[ToolCall]]:
-            text = self._encoder.text_of(said)
-            return text, self._pool.calls(text, environment.tools)[1] if environment.tools and not is_cut else ()
+            text, calls = self._encoder.text_of(said), self._pool.calls
+            return text, calls(text, environment.tools, environment.tool_calls)[1] if environment.tools and not is_cut else ()
 
         text, calls = await in_answer_thread(read)
         step = await self._of(partial(environment.step, Turn(text, tuple(said), number, is_cut), calls))

@@ -51,16 +51,16 @@ class Tools:
             if inspect.getattr_static(owner, name, None) is function:
                 self._methods.add(name)
 
-    async def results(self, environment: Any, calls: Sequence[tuple[str, str]], turn: int) -> tuple[list[dict[str, Any]], int]:
+    async def results(self, environment: Any, calls: Sequence[tuple[str, str, str]]) -> tuple[list[dict[str, Any]], int]:
         """Messages with what each call of a turn gave, in their order, and how many of them are errors.
 
-        Args: environment: an instance, whose methods may be among the tools. calls: names, which are those of tools, and arguments, JSON.
+        Args: environment: an instance, whose methods may be among the tools. calls: id, name, which is that of a tool, and arguments, JSON.
         """
-        found = await asyncio.gather(*(self._result(environment, *call) for call in calls[:MOST_CALLS]))
+        found = await asyncio.gather(*(self._result(environment, *call) for _, *call in calls[:MOST_CALLS]))
         found += [(f"error: it was not run: a turn has {MOST_CALLS} calls at most", True)] * (len(calls) - MOST_CALLS)
         messages = [
-            {"role": "tool", "tool_call_id": f"call_{turn}_{place}", "name": name, "content": text}
-            for place, ((name, _), (text, _)) in enumerate(zip(calls, found, strict=True))
+            {"role": "tool", "tool_call_id": number, "name": name, "content": text}
+            for (number, name, _), (text, _) in zip(calls, found, strict=True)
         ]
         return messages, sum(is_error for _, is_error in found)
 

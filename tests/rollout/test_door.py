@@ -334,7 +334,7 @@ def test_what_looks_like_a_call_is_text_where_none_is_to_be_made(engine_loop: Ba
 def test_what_goes_wrong_in_a_stream_is_its_last_event(engine_loop: BackgroundLoop, encoder: ChatEncoder) -> None:
     """A refusal is remembered for the people who read why the agent gave up; an error of the door's is no second answer."""
 
-    def broken(text: str, tools: Any) -> Any:
+    def broken(*_: Any) -> Any:
         raise ZeroDivisionError
 
     async def event_of(conversation: Conversation) -> Any:

@@ -144,11 +144,11 @@ def test_calls_of_a_turn_run_at_once_and_the_model_reads_what_they_give(model: S
     (one, other) = played(model, [first, second, "end"], [second, "no"])
     read = [[("meet", "met"), ("meet", "met")], [("add", "3"), ("count", "1"), ("count", "2"), ("add", "5")]]
     messages: list[dict[str, Any]] = [{"role": "user", "content": PROMPT.text}]
-    for number, (said, given) in enumerate(zip((first, second), read, strict=True)):
+    for earlier, said, given in zip((0, 2), (first, second), read, strict=True):
         messages.append({"role": "assistant", "content": said})
         messages += [
-            {"role": "tool", "content": text, "name": name, "tool_call_id": f"call_{number}_{place}"}
-            for place, (name, text) in enumerate(given)
+            {"role": "tool", "content": text, "name": name, "tool_call_id": f"{place:09d}"}
+            for place, (name, text) in enumerate(given, earlier)
         ]
     messages.append({"role": "assistant", "content": "end"})
     tools = in_a_pool(with_tools(), lambda pool: pool.check(PROMPT))
