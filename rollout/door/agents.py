@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 import shutil
 import tempfile
 import time
@@ -35,6 +36,8 @@ from evenkeel.rollout.trajectory import FailureKind, Prompt, Trajectory
 _MODULE, _SECTION = "evenkeel.rollout.door.agent_process", "rollout.agent"
 # Characters of what a program says that become part of its rollout's error.
 _LONGEST_SAID = 500
+# Of a program.
+_SPARE_CONNECTIONS = 8
 Score = Callable[[Trajectory, Prompt], Awaitable[Trajectory]]
 """Gives a rollout its reward, or an error."""
 
@@ -44,6 +47,13 @@ def _process(config: AgentConfig, door: str = "") -> LimitedProcess:
     spec = config.model_dump(include={"start_deadline_s", "memory_gib", "variables"})
     spec |= {"command": list(config.command), "folder": str((config.folder or Path.cwd()).absolute()), "door": door}
     return LimitedProcess(_MODULE, spec, name="the agent", section=_SECTION)
+
+
+def _connections(config: AgentConfig) -> int:
+    """At a time: for each program one for each of its conversations, and some that it keeps; at most half of what this process may open."""
+    may_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = config.processes * (config.max_sequences + _SPARE_CONNECTIONS)
+    return needed if may_open == resource.RLIM_INFINITY else min(needed, may_open // 2)
 
 
 async def check_program(config: AgentConfig) -> None:
@@ -83,7 +93,7 @@ class Agents:
         """
         host = node() if config.bind == NODE else config.bind
         try:
-            door = await Door.opened(model, encoder, host)
+            door = await Door.opened(model, encoder, host, _connections(config))
         except OSError as error:
             remedy = f"give an address of each node that has rollout workers, or {NODE}"
             raise ConfigError(f"rollout.agent.bind = {config.bind}: the door can't listen on {host} ({error})", remedy=remedy) from error

@@ -38,6 +38,8 @@ LOOPBACK = "127.0.0.1"
 # aiohttp's own would write down the line of a request that is no HTTP, its key included.
 _QUIET = logging.Logger("the door's server", logging.CRITICAL + 1)
 _SIGN_OF_LIFE_S = 10.0
+# Connections beyond the limit that are told so at a time, and the seconds that one of them may take; others are cut off.
+_MOST_REFUSED, _REFUSED_S = 64, 2.0
 # Ended sessions that are told from those that never were.
 _REMEMBERED = 10_000
 _LOST = "this session has ended: its agent is over, or the run has given it up"
@@ -66,9 +68,15 @@ class _Open:
 class Door:
     """Sessions by their ids. All belong to the event loop on which it was opened."""
 
-    def __init__(self, model: str, encoder: ChatEncoder, host: str) -> None:
-        """Args: model: the name that agents ask for. host: the address that it listens on. Use Door.opened."""
-        self.model, self.host, self._encoder = model, host, encoder
+    def __init__(self, model: str, encoder: ChatEncoder, host: str, connections: int) -> None:
+        """Use Door.opened.
+
+        Args:
+            model: the name that agents ask for.
+            host: the address that it listens on.
+            connections: at a time, about; one more is told so.
+        """
+        self.model, self.host, self._encoder, self._connections = model, host, encoder, connections
         self._open: dict[str, _Open] = {}
         # id -> key of sessions that have ended, the oldest first.
         self._ended: OrderedDict[str, str] = OrderedDict()
@@ -82,23 +90,32 @@ class Door:
             ]
         )
         self._runner = web.AppRunner(app, handle_signals=False, access_log=None, logger=_QUIET, shutdown_timeout=1.0)
+        self._listening: asyncio.Server
+        self._refused = set[_TooMany]()
         # As URLs and Host headers write it.
         self._place = ""
 
     @classmethod
-    async def opened(cls, model: str, encoder: ChatEncoder, host: str = LOOPBACK) -> Door:
+    async def opened(cls, model: str, encoder: ChatEncoder, host: str = LOOPBACK, connections: int = 256) -> Door:
         """A door on a free port. Args: as Door. Raises: OSError."""
-        door = cls(model, encoder, host)
+        door = cls(model, encoder, host, connections)
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         door._place = f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         await door._runner.setup()
-        await web.SockSite(door._runner, listener).start()
+        door._listening = await asyncio.get_running_loop().create_server(door._protocol, sock=listener)
         return door
+
+    def _protocol(self) -> asyncio.Protocol:
+        """Of a new connection."""
+        server = self._runner.server
+        assert server is not None
+        return server() if len(server.connections) < self._connections else _TooMany(self._refused, self._connections)
 
     async def close(self) -> None:
         """End all sessions and the server."""
         for session in list(self._open):
             self._end(session)
+        self._listening.close()
         await self._runner.cleanup()
 
     def admit(self, conversation: Conversation, how: AnswerSampling) -> Address:
@@ -227,6 +244,38 @@ class Door:
             "choices": [{"index": 0, "message": dict(turn.message), "finish_reason": finish, "logprobs": logprobs}],
             "usage": _usage(turn),
         }
+
+
+class _TooMany(asyncio.Protocol):
+    """A connection beyond the limit: its request gets one sentence, after which clients ask again, and it ends."""
+
+    def __init__(self, there: set[_TooMany], most: int) -> None:
+        """Args: there: all that there are. most: the limit."""
+        self._there, self._most, self._is_answered = there, most, False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if len(self._there) >= _MOST_REFUSED:
+            transport.abort()
+            return
+        self._there.add(self)
+        self._end = asyncio.get_running_loop().call_later(_REFUSED_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_answered:  # the rest of its request
+            return
+        self._is_answered = True
+        said = f"the door has {self._most} connections, and takes no more at a time; close those that aren't needed, or ask again later"
+        body = json.dumps(_error_body(said, None)).encode()
+        head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+        self._transport.write(head.encode() + b"\r\n\r\n" + body)
+        self._transport.write_eof()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self in self._there:
+            self._there.discard(self)
+            self._end.cancel()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ Messages go over a socket of its own, so that the user's code may print what it 
 answers are JSON, so that the parent never unpickles what that code sends. The first message is the specification, its answer {"ready":
 true} or {"error": why}.
 
+What it prints goes where the parent's output goes, by way of the guardian, which leaves out what is too much.
+
 Such a process must never outlive its parent, nor what it has started: the process that is started becomes its guardian (guardian.py) and
 works in a child, which the kernel kills when the guardian dies, even in the middle of a C function. What it leaves in its folder of
 temporary files ends with it, too.
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from evenkeel.rollout.limited_processes.guardian import guard, limit_process
+from evenkeel.rollout.limited_processes.output import handed_on, write_to
 from evenkeel.rollout.parent_death import adopt_orphans, signal_at_parents_death
 
 LENGTH = struct.Struct("!Q")
@@ -64,13 +67,16 @@ def _main(serve: Serve, fd: int, leash: int, parent_pid: int) -> int:
     adopt_orphans()
     guardian = os.getpid()
     scratch = tempfile.mkdtemp(prefix="evenkeel-")
+    pipes = {output: os.pipe() for output in (1, 2)}
     child = os.fork()
     if child:
         connection.close()
         try:
-            return guard(child, leash, parent_pid, memory_bytes, spec["most_processes"])
+            with handed_on(pipes):
+                return guard(child, leash, parent_pid, memory_bytes, spec["most_processes"])
         finally:
             subprocess.run([*REMOVE, scratch], check=False)
+    write_to(pipes)
     os.environ["TMPDIR"] = tempfile.tempdir = scratch
     os.close(leash)
     _die_with_parent(guardian)

@@ -51,6 +51,9 @@ USER_ENVIRONMENTS = """
                 inner = asyncio.create_task(asyncio.sleep(60))
                 inner.cancel()
                 await inner
+            if word == "prints":
+                print("a tool was called")
+                sys.stderr.write("y" * 3_000_000)
             if word == "print": return "x" * (1 << 21), 0.0, False
             if word == "exit": sys.exit(3)
             if word == "die": os._exit(7)

@@ -4,6 +4,7 @@ asks for anything else gets one sentence."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -374,6 +375,39 @@ def test_nobody_else_gets_in(engine_loop: BackgroundLoop, encoder: ChatEncoder) 
             assert status == 410 and said.startswith("this session has ended")
             assert (await post(addresses[0], body, key="x"))[0] == 401
             assert (await post(addresses[1], body))[0] == 200
+
+    engine_loop.run(run())
+
+
+def test_connections_are_limited(engine_loop: BackgroundLoop, encoder: ChatEncoder) -> None:
+    """One too many is told so, and the client asks again by itself. Two hundred that say nothing don't stay."""
+
+    async def run() -> None:
+        async with opened(encoder, connections=3) as door:
+            address = door.admit(scripted(Script(encoder, "ab"), encoder), AT_ONE)
+            place = urlsplit(address.base_url)
+            assert place.hostname and place.port
+            idle = [await asyncio.open_connection(place.hostname, place.port) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            said = {"model": MODEL, "messages": [user("1")]}
+            async with client(address, max_retries=0) as asking:
+                with pytest.raises(openai.InternalServerError, match="the door has 3 connections, and takes no more at") as error:
+                    await asking.chat.completions.create(**said)
+            assert error.value.status_code == 503
+            others = [await asyncio.open_connection(place.hostname, place.port) for _ in range(200)]
+            async with asyncio.timeout(60):
+                for reader, writer in others:
+                    with contextlib.suppress(ConnectionError):
+                        assert await reader.read() == b""
+                    writer.close()
+            async with client(address, max_retries=9) as asking:
+                asked = asyncio.ensure_future(asking.chat.completions.create(**said))
+                await asyncio.sleep(0.5)
+                assert not asked.done()
+                idle[0][1].close()
+                assert (await asked).choices[0].message.content == "ab"
+            for _, writer in idle:
+                writer.close()
 
     engine_loop.run(run())
 

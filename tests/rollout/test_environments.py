@@ -21,6 +21,7 @@ from evenkeel.rollout.environments import environments
 from evenkeel.rollout.environments.environments import EnvironmentPool, task_of
 from evenkeel.rollout.environments.interface import Turn
 from evenkeel.rollout.limited_processes import many_calls
+from evenkeel.rollout.limited_processes.output import PRINTED_BYTES
 from evenkeel.rollout.trajectory import FailureKind, FinishReason, Prompt, Trajectory
 from tests.rollout.environment_scene import PROMPT, ScriptedModel, environment, in_a_pool, write_user_module
 from tests.rollout.reward_scene import sleepers, wait_until
@@ -116,6 +117,20 @@ def test_an_environment_that_takes_its_process_along_is_one_rollout_lost(model: 
     for word, said in DEADLY.items():
         assert said in str(bad[word].error), word
     assert wait_until(lambda: not sleepers("69.5"))
+
+
+def test_what_an_environment_prints_is_handed_on_up_to_a_limit(model: ScriptedModel, capfd: pytest.CaptureFixture[str]) -> None:
+    """A tool that prints megabytes takes no disk, and costs its rollout nothing; what is printed elsewhere is still there."""
+    (one,) = in_a_pool(environment(), lambda pool: asyncio.gather(model.rollout(["prints", "end"], pool)))
+    assert (one.reward, one.error) == (1.25, None)
+    printed, sentence = ["", ""], "[more than 1 MiB printed within 10 minutes; the rest of it is left out]"
+
+    def is_there() -> bool:
+        printed[:] = [before + more for before, more in zip(printed, capfd.readouterr(), strict=True)]
+        return "a tool was called\n" in printed[0] and sentence in printed[1]
+
+    assert wait_until(is_there)
+    assert printed[1].count("y") <= PRINTED_BYTES
 
 
 def test_an_environment_is_closed_at_its_end(model: ScriptedModel, tmp_path: Path) -> None:
