@@ -564,7 +564,8 @@ class PenaliseOverlong(Settings):
     penalty: PositiveFloat = 1.0
     """Taken off the reward of a cut answer."""
     ramp_tokens: int = Field(default=0, ge=0)
-    """Number of tokens before max_tokens over which the penalty grows linearly from 0; finished answers of that length pay it too."""
+    """Number of tokens before max_tokens over which the penalty grows linearly from 0; finished answers of that length pay it too.
+    Of a rollout with several sequences the longest one counts."""
 
 
 OverlongConfig = Annotated[TrainOverlong | MaskOverlong | PenaliseOverlong, Field(discriminator="kind")]

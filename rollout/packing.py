@@ -100,7 +100,8 @@ def is_left_out(trajectory: Trajectory, overlong: OverlongConfig) -> bool:
 def overlong_penalty(trajectory: Trajectory, overlong: OverlongConfig, max_tokens: int) -> float:
     """What to take off a trajectory's reward for its length, >= 0.
 
-    With L tokens after the prompt and a ramp of R: penalty * clip((L - (max_tokens - R)) / R, 0, 1); a cut answer pays all of it.
+    With L tokens after the prompt and a ramp of R: penalty * clip((L - (max_tokens - R)) / R, 0, 1); a cut answer pays all of it. L is
+    that of the longest sequence: each may have max_tokens, and the model's last words may stand in a short one.
     Source: Yu et al. (2025), DAPO, equation 13 (there the penalty is 1).
     """
     if not isinstance(overlong, PenaliseOverlong):
@@ -109,7 +110,8 @@ def overlong_penalty(trajectory: Trajectory, overlong: OverlongConfig, max_token
         return overlong.penalty
     if overlong.ramp_tokens == 0:
         return 0.0
-    into_ramp = len(trajectory.answer_ids) - (max_tokens - overlong.ramp_tokens)
+    longest = max(len(one.answer_ids) for one in trajectory.sequences)
+    into_ramp = longest - (max_tokens - overlong.ramp_tokens)
     return overlong.penalty * min(max(into_ramp / overlong.ramp_tokens, 0.0), 1.0)
 
 

@@ -175,11 +175,16 @@ def test_turns_that_don_t_fit_the_response_are_refused() -> None:
 
 
 def test_the_length_that_is_punished_is_all_that_follows_the_prompt() -> None:
-    """A ramp over the last 3 of 6 tokens: 3 sampled ones pay nothing, 3 with two that were read between them pay two thirds."""
+    """A ramp over the last 3 of 6 tokens: 3 sampled ones pay nothing, 3 with two that were read between them pay two thirds, whichever
+    sequence of their rollout they are."""
     ramp = PenaliseOverlong(penalty=1.0, ramp_tokens=3)
     one = trajectory(1.0, 3)
     assert overlong_penalty(one, ramp, MAX_TOKENS) == 0
-    assert overlong_penalty(in_turns(one, (1, [50]), (2, [51])), ramp, MAX_TOKENS) == pytest.approx(2 / 3)
+    longer = in_turns(one, (1, [50]), (2, [51]))
+    assert overlong_penalty(longer, ramp, MAX_TOKENS) == pytest.approx(2 / 3)
+    last = trajectory(1.0, 1)
+    assert overlong_penalty(replace(last, branches=(one, longer)), ramp, MAX_TOKENS) == pytest.approx(2 / 3), "its longest sequence's"
+    assert overlong_penalty(replace(last, branches=(one, one, one)), ramp, MAX_TOKENS) == 0, "and no sum: each may be so long"
 
 
 def test_facts_cross_processes_with_their_turns() -> None:
