@@ -6,16 +6,18 @@ What it is not: it doesn't choose prompts (actors/driver/controller.py does), an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evenkeel.correction.errors import EngineError
+from evenkeel.correction.errors import EngineDirty, EngineError, EvenkeelError
 from evenkeel.rollout.config import WHOLE_VOCABULARY, AnswerSampling, RolloutConfig, SamplingConfig, TaskEntry, Truncation, named
 from evenkeel.rollout.continuation import is_begun, is_unfinished, unsampled
 from evenkeel.rollout.door.agents import AgentRollout, Agents
@@ -29,6 +31,9 @@ from evenkeel.rollout.session import Session
 from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup
 
+log = logging.getLogger("evenkeel.rollout")
+# Seconds between two looks whether there is an engine again.
+_LOOK_S = 0.1
 Between = Callable[[float, float], object]
 """Takes begin and end (time.monotonic()) of what lies between two turns of a rollout: its environment, or its agent, is at work."""
 
@@ -82,14 +87,31 @@ class Sampler:
     """One engine with its tokenizer and the scorers of a run's tasks. Calls overlap; all belong to the event loop that started the
     engine."""
 
-    def __init__(self, engine: RolloutEngine, players: Mapping[str, Player], *, seed: int = 0, places: int = 10**6) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        players: Mapping[str, Player],
+        *,
+        seed: int = 0,
+        places: int = 10**6,
+        another: Callable[[], Awaitable[RolloutEngine]] | None = None,
+    ) -> None:
         """
         Args:
             players: by the name of their task; that of a run's only task has an empty one.
             seed: of the run's samples, see sample_seed.
             places: most turns of sessions in the engine at a time; a session has one while its turn is sampled.
+            another: starts an engine without weights in the place of one that was lost, if programs of agents wait; None: nothing does.
         """
         self.engine = engine
+        self._another = another
+        self._starting: asyncio.Task[None] | None = None  # of the engine that takes the place
+        # Whether a group was finished since an engine was last lost, and why that one was.
+        self._has_worked, self._lost_of = True, ""
+        # Sampled by engines that were lost.
+        self._lost_tokens = 0
+        # Counts the time in which programs wait for an engine.
+        self._outage = _BusyClock()
         self._players, self._seed = players, seed
         self._places = asyncio.Semaphore(places)
         self._rollouts = set[PlayedRollout | AgentRollout]()
@@ -117,7 +139,7 @@ class Sampler:
             samples: reward function and environment of a task are tried on its first one here, so that their mistakes show now.
             version: weight version of the model folder.
             topk: the most that `group` will be asked for.
-            has_weights: see RolloutEngine.start.
+            has_weights: see RolloutEngine.start. False: they come from a learner, for an engine too that takes the place of a lost one.
             node: finds the address of this node, for agents' doors that are to listen there.
         Raises: RewardError for a reward function that fails on the sample; ConfigError for such an environment, and for an agent whose
             program isn't there; as RolloutEngine.start. No process is left then.
@@ -132,13 +154,17 @@ class Sampler:
                     player = await Player.start(entry, settings, encoder, model.name, first.get(entry.name), node)
                 players[entry.name] = player
                 started.push_async_callback(player.close)
-            engine = await RolloutEngine.start(model, config.engine, version=version, name=name, has_weights=has_weights)
+            start = partial(RolloutEngine.start, model, config.engine, version=version, name=name)
+            engine = await start(has_weights=has_weights)
             started.push_async_callback(engine.shutdown)
             engine.check_topk(topk)
             started.pop_all()
-        return cls(engine, players, seed=seed, places=config.slots_per_worker * config.sampling.samples_per_group)
+        another = None if has_weights else partial(start, has_weights=False)
+        return cls(engine, players, seed=seed, places=config.slots_per_worker * config.sampling.samples_per_group, another=another)
 
     async def close(self) -> None:
+        self.have_no_successor()
+        await self.succeeded()
         await self.engine.shutdown()
         for player in self._players.values():
             await player.close()
@@ -149,6 +175,7 @@ class Sampler:
     async def hand_back(self) -> None:
         """Sample nothing more; `group` returns what there is. Returns when no request is in flight."""
         self.engine.is_leaving = True
+        self.have_no_successor()
         for rollout in self._rollouts:
             rollout.stop()
         await self.engine.hand_back()
@@ -198,6 +225,7 @@ class Sampler:
         generate_s = sampled_at - began + spent_s
         if failed is not None or self._leaves(player, sampled):
             return UnfinishedGroup(group_id, tuple(sampled), generate_s, failed)
+        self._has_worked = True
         return Group(
             group_id=group_id,
             prompt=prompt,
@@ -247,7 +275,8 @@ class Sampler:
             if not so_far.response_ids and len(rollouts) > 1 and line == 0:
                 if key not in shared:
                     shared[key] = asyncio.create_task(self.engine.read(so_far.prompt_ids))
-                await asyncio.shield(shared[key])
+                with contextlib.suppress(EngineError):  # of one that is lost the first turn will say so, too
+                    await asyncio.shield(shared[key])
             return self.session(prompt, number, so_far, between, line=line, **how)
 
         self._rollouts.update(rollouts)
@@ -264,7 +293,7 @@ class Sampler:
         player = self._player(prompt)
         if player.agents is not None:
             how = AnswerSampling(temperature=temperature, **truncation.model_dump(include=set(Truncation.model_fields)))
-            return player.agents.rollout(prompt, begun, how)
+            return player.agents.rollout(prompt, begun, how, lambda: self._outage.busy_s)
         assert player.environments is not None
         seed = sample_seed(self._seed, prompt.prompt_id, number)
         return PlayedRollout(prompt, seed, begun, player.environments, player.encoder)
@@ -292,13 +321,77 @@ class Sampler:
             nonlocal turn_ended
             if between is not None and turn_ended is not None:
                 between(turn_ended, time.monotonic())
-            async with self._places:
-                found = (await self._sample(asked, [number], line=line, max_tokens=max_tokens, begun=[answer], **asks))[0]
+            found = await self._turn(lambda: self._sample(asked, [number], line=line, max_tokens=max_tokens, begun=[answer], **asks))
             turn_ended = time.monotonic()
             self._turned.set()
             return found
 
         return Session(begun, go_on, max_tokens=settings.max_tokens, lengths=self.engine.lengths)
+
+    # -- an engine that is lost --------------------------------------------------------------------------------------
+
+    async def _turn(self, sample: Callable[[], Awaitable[list[Trajectory]]]) -> Trajectory:
+        """A turn; sampled once more from its beginning where its engine is lost and has a successor. Raises: as RolloutEngine.generate."""
+        losses = 0
+        while True:
+            engine = self.engine
+            try:
+                async with self._places:
+                    return (await sample())[0]
+            except EngineError as error:
+                losses += engine.is_lost
+                if losses > 1 or not (engine.is_lost or isinstance(error, EngineDirty)):  # it may be this turn that ends them
+                    raise
+                with self._outage:
+                    while (goes_on := self._goes_on()) and (self.engine.is_lost or self.engine.is_dirty):
+                        await asyncio.sleep(_LOOK_S)
+                if not goes_on:
+                    raise
+
+    def _goes_on(self) -> bool:
+        """Whether programs of agents wait for a dirty or lost engine, and not in vain: they would end with this worker, so a lost one has a
+        successor, which is started here. It is dirty until its first weights come."""
+        if self._another is None or self._starting is not None:
+            return self._another is not None
+        has_programs = any(isinstance(one, AgentRollout) for one in self._rollouts)
+        if not self.engine.is_lost or not has_programs or not self._has_worked:
+            return has_programs and not self.engine.is_lost
+        try:
+            self.engine.raise_if_lost()
+        except EngineError as error:
+            self._lost_of = f"{error}. Programs of agents are under way, so another one takes its place"
+        self._starting = asyncio.create_task(self._start_another(self._another))
+        return True
+
+    async def _start_another(self, start: Callable[[], Awaitable[RolloutEngine]]) -> None:
+        lost, self._has_worked = self.engine, False
+        log.warning("%s", self._lost_of)
+        try:
+            await lost.shutdown()
+            self.engine = await start()
+            self._lost_tokens += lost.sampled_tokens
+        except EvenkeelError as error:
+            log.error("%s: nothing takes the place of an engine that was lost: %s", lost.name, error)
+            self._another = None
+        finally:
+            self._starting = None
+
+    def have_no_successor(self) -> None:
+        """From now on an engine that is lost is the end of its worker."""
+        self._another = None
+        if self._starting is not None:
+            self._starting.cancel()
+
+    async def succeeded(self) -> None:
+        """Returns when no engine is being started in the place of another one."""
+        if self._starting is not None:
+            await asyncio.wait({self._starting})
+
+    @property
+    def lost_of(self) -> str:
+        """Why the engine has no weights, if it takes the place of a lost one, or is about to; else empty."""
+        is_away = self.engine.is_dirty if not self.engine.is_lost else self._goes_on()
+        return self._lost_of if is_away else ""
 
     async def _sample(
         self,
@@ -338,7 +431,7 @@ class Sampler:
     @property
     def generated_tokens(self) -> int:
         """Sampled so far, those of failed trajectories and of answers under way included."""
-        return self.engine.sampled_tokens
+        return self._lost_tokens + self.engine.sampled_tokens
 
     @property
     def busy_s(self) -> float:

@@ -535,6 +535,8 @@ class WorkerLoad:
     """Seconds of heartbeat_s that its engine has used up without a sign of life."""
     late_s: float = field(default=0.0, compare=False)
     """99th percentile of the delays of its event loop since its last answer."""
+    lost_of: str = ""
+    """Why its engine has no weights, if it takes the place of one that was lost."""
     told: Any = field(default=None, compare=False, repr=False)
     """What the worker has done since its last answer, for the run's timeline; whoever keeps a load hands it on once."""
 

@@ -3,6 +3,8 @@
 * Engine lost (its process ended, or it missed its heartbeat): other workers sample its groups. A replacement starts, after a pause that
   doubles with each loss while no group is finished in between; and, whatever is finished, with each loss within an hour beyond 10 (or 3
   times the pool's size): an engine that comes up and dies again and again costs the others little. Nodes that lost two engines are avoided.
+  A worker with agents' programs under way starts another engine by itself, once for each group that is finished in between; it counts as
+  dirty until that one has weights.
 * Start failed: as an engine lost in vain. The pause doubles also with each start that fails in the same place, whatever others finish.
 * Request failed (refused, malformed or late answer; an error that nobody has foreseen): another worker samples the group; after two
   failures it is discarded with the reason.

@@ -322,7 +322,14 @@ class RolloutPool:
 
     async def _follow_heartbeat(self, worker: WorkerHandle) -> None:
         limit_s = self._config.engine.deadlines.heartbeat_s
-        self.lost(worker, await workers.until_worker_lost(worker, limit_s, lambda: len(self.workers), self._recorder.did))
+
+        def note(load: WorkerLoad) -> None:
+            self._recorder.did(load.told)
+            if load.lost_of and self.is_current(worker):  # the engine that takes its place has no weights
+                self._recorder.failed(PoolFailure.ENGINE_LOST)
+                self._engine_failed(worker, EngineDirty(load.lost_of))
+
+        self.lost(worker, await workers.until_worker_lost(worker, limit_s, lambda: len(self.workers), note))
 
     async def _follow_turns(self, worker: WorkerHandle) -> None:
         """Have a reference to what there is of its groups after their last turns, in case it is lost. One call a second and worker at most,

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from evenkeel.actors.carriers import ActorInfo, BegunTicket, GroupFailure, LaneReport, Ticket, WeightChecksums, WorkerSettings
 from evenkeel.actors.groups import tokens as payloads
@@ -135,7 +137,7 @@ class RolloutWorker:
                 has_weights=False,
                 node=node_address,
             )
-        self._endpoint.registry.register(self._sampler.engine.metrics)
+        self._endpoint.registry.register(_EngineNumbers(self._sampler))
         self._end_notice = EndNotice()
         self._clock.start()
         return ActorInfo("rollout", self._name, os.getpid(), self._endpoint.target, node=ray.get_runtime_context().get_node_id())
@@ -175,7 +177,7 @@ class RolloutWorker:
     async def _generate_group(self, ticket: Ticket, spoilt: int) -> Answer:
         """An error that nobody has foreseen (a tokenizer that can't decode a token, say) is a failure of this group alone."""
         try:
-            with self._lane.busy():
+            with self._lane.busy(), self._dirty_if_succeeded():
                 return await self._sampled_group(ticket, spoilt)
         except UNANSWERED as error:
             failure = GroupFailure(ticket.group_id, str(error), is_final=isinstance(error, DataError))
@@ -185,6 +187,16 @@ class RolloutWorker:
             log.exception("rollout worker %s: group %d (%s)", self._name, ticket.group_id, ticket.prompt.prompt_id)
             failure = GroupFailure(ticket.group_id, f"{type(error).__name__}: {error}", is_final=False)
         return failure, *self._nothing
+
+    @contextlib.contextmanager
+    def _dirty_if_succeeded(self) -> Iterator[None]:
+        """A block in which a lost engine counts as dirty if another one takes its place: the driver keeps the worker, and sends weights."""
+        try:
+            yield
+        except EngineError as error:
+            if type(error) is EngineError and (why := self._sampler.lost_of):
+                raise EngineDirty(why) from error
+            raise
 
     @property
     def _nothing(self) -> tuple[None, ...]:
@@ -268,7 +280,8 @@ class RolloutWorker:
     async def _answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
         """The answers, without a reward if the engine could not give them."""
         try:
-            return await self._sampler.answer(prompt, how)
+            with self._dirty_if_succeeded():
+                return await self._sampler.answer(prompt, how)
         except UNANSWERED as error:
             return (unanswered(unsampled(prompt.token_ids, prompt.prompt_id), str(error)),) * how.samples
 
@@ -295,9 +308,11 @@ class RolloutWorker:
             *fetched, expected = await self._fetched(version, [*buckets, checksums.by_name if checksums is not None else None])
         if expected is not None:
             await asyncio.to_thread(require_checksums, fetched, expected)
+        await self._sampler.succeeded()
         if this_update != self._asked_update:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
-        with self._lane.span("update", version=version), self._holding_back() if expected is not None else contextlib.nullcontext():
+        holding_back = self._holding_back() if expected is not None else contextlib.nullcontext()
+        with self._lane.span("update", version=version), holding_back, self._dirty_if_succeeded():
             receipt = await self._sampler.engine.update_weights(version, fetched)
             is_as_sent = expected is None
             try:
@@ -348,7 +363,8 @@ class RolloutWorker:
         return self._asked_update
 
     async def join_weight_group(self, host: str, port: int, rank: int, world_size: int, name: str) -> None:
-        """Join the learner's broadcast group."""
+        """Join the learner's broadcast group. An engine that takes the place of this one would not be in it."""
+        self._sampler.have_no_successor()
         await self._sampler.engine.join_weight_group(host, port, rank, world_size, name)
 
     async def leave_weight_group(self, name: str) -> None:
@@ -387,10 +403,11 @@ class RolloutWorker:
     async def load(self) -> WorkerLoad:
         """Raises: EngineError if the engine is lost."""
         sampler, engine = self._sampler, self._sampler.engine
-        engine.raise_if_lost()
+        if not (lost_of := sampler.lost_of):
+            engine.raise_if_lost()
         totals, late_s = (sampler.busy_s, sampler.up_s, sampler.generated_tokens), self._clock.read()
         self._endpoint.set("time/rollout_late_s", late_s)
-        return WorkerLoad(*totals, engine.requests_in_flight, engine.silent_s, late_s, self._lane.report())
+        return WorkerLoad(*totals, engine.requests_in_flight, engine.silent_s, late_s, lost_of, self._lane.report())
 
     async def hand_back(self) -> None:
         """Sample nothing more; `generate_group` returns what there is. Returns when the engine has nothing under way."""
@@ -408,6 +425,17 @@ class RolloutWorker:
         self._clock.stop()
         self._endpoint.close()
         return self._lane.report()
+
+
+class _EngineNumbers(Collector):
+    """Metrics of the engine that a sampler has."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def collect(self) -> Iterator[Metric]:
+        """What a scrape gets; called by the registry."""
+        return self._sampler.engine.metrics.collect()
 
 
 def _united(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -163,9 +163,7 @@ def first_work(worker: WorkerHandle) -> str:
     return f"rollout worker {worker.name} sampled its first group {now - worker.asked_at:.1f} s after it was asked for: {spent}"
 
 
-async def until_worker_lost(
-    worker: WorkerHandle, limit_s: float, pool_size: Callable[[], int], told: Callable[[LaneReport | None], None]
-) -> str:
+async def until_worker_lost(worker: WorkerHandle, limit_s: float, pool_size: Callable[[], int], told: Callable[[WorkerLoad], None]) -> str:
     """Ask a worker for its load when it has given no other sign of life for a while, and return the reason when it is lost. (The worker
     watches its engine itself.) When half of the limit is over for it or its engine, stacks are collected.
 
@@ -173,7 +171,7 @@ async def until_worker_lost(
     group, a receipt, an answered probe of the weights), in a pool of more than 64 workers limit_s / 2. If its engine was silent at the last
     heartbeat it is limit_s / 6 in any pool, or half of the engine's limit could pass unseen.
 
-    Args: limit_s: seconds without an answer. told: takes what the worker says that it has done.
+    Args: limit_s: seconds without an answer. told: takes each load.
     """
     clock, engine_silent_s = asyncio.get_running_loop().time, 0.0
 
@@ -187,7 +185,7 @@ async def until_worker_lost(
 
     def note_silence(load: WorkerLoad) -> float:
         nonlocal engine_silent_s
-        told(load.told)
+        told(load)
         engine_silent_s = load.silent_s
         return engine_silent_s
 

@@ -114,9 +114,12 @@ class Agents:
             process.kill()
         await self._door.close()
 
-    def rollout(self, prompt: Prompt, begun: Trajectory | None, how: AnswerSampling) -> AgentRollout:
-        """Args: begun: what another worker has of it. how: it is sampled."""
-        return AgentRollout(self, prompt, begun, how)
+    def rollout(
+        self, prompt: Prompt, begun: Trajectory | None, how: AnswerSampling, outage_s: Callable[[], float] = lambda: 0.0
+    ) -> AgentRollout:
+        """Args: begun: what another worker has of it. how: it is sampled. outage_s: seconds so far without an engine, which no deadline
+        counts."""
+        return AgentRollout(self, prompt, begun, how, outage_s)
 
     # -- for a rollout of this file ----------------------------------------------------------------------------------
 
@@ -181,11 +184,14 @@ class _Program:
             "EVENKEEL_TASK": str(task),
         } | ({"EVENKEEL_REWARD": str(self._reward)} if writes_reward else {})
 
-    async def ended(self, deadline_s: float) -> str:
-        """Why it failed; empty: it ended well. Raises: CallError if it was killed, for a limit."""
+    async def ready(self) -> None:
+        """Wait for the process that will start it. Raises: CallError."""
         await self._process.ready()
+
+    async def ended(self) -> str:
+        """Start it. Returns: why it failed; empty: it ended well. Raises: CallError if it was killed, for a limit."""
         self._process.send({"variables": self._variables})
-        reply = await self._process.reply(_as_end, "a rollout", limit_s=deadline_s, setting="deadline_s")
+        reply = await self._process.reply(_as_end, "a rollout")
         if "error" in reply:
             return str(reply["error"])
         code, said = reply["code"], self.quoted(reply["said"].strip().rpartition("\n")[2])
@@ -207,8 +213,10 @@ class _Program:
 class AgentRollout:
     """One rollout; played once."""
 
-    def __init__(self, agents: Agents, prompt: Prompt, begun: Trajectory | None, how: AnswerSampling) -> None:
-        self._agents, self._prompt, self._how = agents, prompt, how
+    def __init__(
+        self, agents: Agents, prompt: Prompt, begun: Trajectory | None, how: AnswerSampling, outage_s: Callable[[], float]
+    ) -> None:
+        self._agents, self._prompt, self._how, self._outage_s = agents, prompt, how, outage_s
         self._begun = unsampled(prompt.token_ids, prompt.prompt_id) if begun is None else begun
         self._ended: Trajectory | None = None
         self._conversation: Conversation | None = None
@@ -240,12 +248,12 @@ class AgentRollout:
         async with self._agents.ran(conversation, self._prompt, self._how) as program:
             if self._is_stopped.is_set():  # it has waited for others
                 return conversation.trajectory
+            await program.ready()
             began = time.monotonic()
-            ended = asyncio.ensure_future(program.ended(self._agents.deadline_s))
+            ended = asyncio.ensure_future(program.ended())
             stopped = asyncio.ensure_future(self._is_stopped.wait())
             try:
-                events: set[asyncio.Future[Any]] = {ended, stopped, conversation.failed}
-                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+                await self._until_one_of({ended, stopped, conversation.failed})
                 if self._is_stopped.is_set():
                     await conversation.turn_over()
                     return conversation.trajectory
@@ -262,6 +270,16 @@ class AgentRollout:
                 for task in (ended, stopped):
                     task.cancel()
                 await asyncio.wait({ended, stopped})
+
+    async def _until_one_of(self, events: set[asyncio.Future[Any]]) -> None:
+        """Raises: CallError when none has come within the deadline."""
+        limit_s = self._agents.deadline_s
+        until = time.monotonic() + limit_s - self._outage_s()
+        while (left_s := until + self._outage_s() - time.monotonic()) > 0:
+            if (await asyncio.wait(events, timeout=left_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                return
+        said = f"the agent took more than {limit_s:g} s for a rollout (rollout.agent.deadline_s); its process was killed"
+        raise CallError(said, FailureKind.REWARD_TIMEOUT)
 
     def _lost(self, error: EvenkeelError) -> Trajectory:
         """Raises: EngineError."""

@@ -405,6 +405,16 @@ class RolloutEngine:
             )
         )
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its processes have ended, or answer nothing any more."""
+        return not self._process.is_alive
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether its weights are of no version."""
+        return self._dirty is not None
+
     def raise_if_lost(self) -> None:
         """Raises: EngineError."""
         self._process.raise_if_lost()

@@ -285,8 +285,19 @@ def check_private(listeners: set[tuple[str, str]]) -> None:
 
 def kill_worker_above(pid: int) -> None:
     """kill -9 of the rollout worker that this process belongs to."""
+    _worker_above(pid).kill()
+
+
+def kill_engine_above(pid: int) -> None:
+    """kill -9 of that worker's engine."""
+    for one in _worker_above(pid).children(recursive=True):
+        if "sglang::scheduler" in command_of(one):
+            one.kill()
+
+
+def _worker_above(pid: int) -> psutil.Process:
     (worker,) = [one for one in psutil.Process(pid).parents() if "ray::RolloutWorker" in command_of(one)]
-    worker.kill()
+    return worker
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

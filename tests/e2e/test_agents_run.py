@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launch import RECIPE, Run, check_private, kill_worker_above
+from tests.e2e.launch import RECIPE, Run, check_private, kill_engine_above, kill_worker_above
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 STEPS, GROUPS, SAMPLES = 4, 4, 4
@@ -96,6 +96,30 @@ def test_no_key_is_left_and_no_process(run: Run) -> None:
 
 def test_the_door_listens_on_loopback_as_the_page_says(run: Run) -> None:
     check_private({(name, address) for name, address in json.loads((run.run_dir.parent / "listening.json").read_text())})
+
+
+def test_programs_go_on_with_the_engine_that_takes_the_place_of_one_that_is_killed(small_model: Path, tmp_path: Path) -> None:
+    """They have had one turn, and the worker is the only one. Each goes on as the process that it is; no turn is sampled twice."""
+    program = PROGRAM.replace("import json, os,", "import json, os, time,").replace('    answers.append(messages[-1]["content"])\n', GATE)
+    run = started(tmp_path, small_model, program + 'open(f"ended {os.getpid()}", "w").close()\n', "rollout.agent.processes=16")
+
+    def named(what: str) -> set[str]:
+        return {path.name.split()[1] for path in tmp_path.glob(f"{what} *")}
+
+    try:
+        run.wait_until(lambda: len(named("waits")) == GROUPS * SAMPLES, "programs that have had a turn")
+        waiting = named("waits")
+        kill_engine_above(int(min(waiting)))
+        run.wait_until(lambda: "another one takes its place" in run.events(), "the engine's loss", 60.0)
+        (tmp_path / "open").touch()
+        assert run.wait() == 0, run.output()[-4000:]
+        failed = run.metrics()[-1].get("reward/exceptions_total", 0)
+        assert len(waiting - named("ended")) <= failed, "the program itself fails now and then"
+        assert " is gone: " not in run.events() and "goes on from" not in run.events()
+        fresh = [line for line in run.metrics() if "mismatch/k3" in line]
+        assert fresh and all(line["turns/max"] == 2 and line["mismatch/k3"] < 1e-12 for line in fresh)
+    finally:
+        run.close()
 
 
 def test_programs_of_a_worker_that_is_killed_go_on_with_another_one(small_model: Path, tmp_path: Path) -> None:

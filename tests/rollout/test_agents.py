@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -240,6 +241,17 @@ def test_a_program_that_hangs_is_ended(engine_loop: BackgroundLoop, encoder: Cha
     assert late.failure is FailureKind.REWARD_TIMEOUT and late.error is not None
     assert late.error.startswith("the agent took more than 5 s for a rollout (rollout.agent.deadline_s)")
     assert fine.reward == 1.0
+
+
+def test_time_without_an_engine_is_not_the_program_s(engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path) -> None:
+    """A rollout would fail by its deadline because an engine was lost."""
+    (tmp_path / "agent.py").write_text("from asking import *\nask('1')\ntime.sleep(2)\nreward(1)\n")
+
+    async def run() -> Trajectory:
+        async with started(encoder, tmp_path, deadline_s=1.0) as agents:
+            return await agents.rollout(PROMPT, None, AT_ONE, time.monotonic).play(Script(encoder, "said").begin)
+
+    assert engine_loop.run(run()).reward == 1.0
 
 
 def test_what_a_program_starts_ends_with_it(engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path) -> None:

@@ -296,7 +296,11 @@ class FaultyEngine:
 class SimulatedSampler:
     """Groups of answers, scored by a hash: some questions are too easy, some answers can't be scored, and some have a branch."""
 
-    generated_tokens = 0
+    generated_tokens, lost_of = 0, ""
+
+    async def succeeded(self) -> None: ...
+
+    def have_no_successor(self) -> None: ...
 
     def __init__(self, engine: FaultyEngine, samples: int, unscored: float, faults: Any) -> None:
         self.engine, self._samples, self._unscored, self._faults = engine, samples, unscored, faults

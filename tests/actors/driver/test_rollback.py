@@ -240,7 +240,7 @@ class StubbornSampler:
 
     def __init__(self, *, is_stubborn: bool = False) -> None:
         self.finish, self.aborted, self._is_stubborn = asyncio.Event(), 0, is_stubborn
-        self.engine = SimpleNamespace(requests_in_flight=0, metrics=None)
+        self.engine, self.lost_of = SimpleNamespace(requests_in_flight=0, metrics=None), ""
 
     async def group(self, prompt: Any, *, group_id: int, admitted_version: int, **_: Any) -> Group:
         try:

@@ -36,7 +36,7 @@ class Mortal:
         self.finished: list[int] = []
         self.dead = asyncio.Event()
         self.is_frozen = False
-        self.engine_silent_s = 0.0
+        self.engine_silent_s, self.lost_of = 0.0, ""
         self.loads = 0
 
     async def node_id(self) -> str:
@@ -53,7 +53,7 @@ class Mortal:
     async def load(self) -> WorkerLoad:
         self.loads += 1
         await self._living(self._answer())
-        return WorkerLoad(1.0, 2.0, 3, 4, self.engine_silent_s)
+        return WorkerLoad(1.0, 2.0, 3, 4, self.engine_silent_s, lost_of=self.lost_of)
 
     async def _answer(self) -> None:
         if self.is_frozen:

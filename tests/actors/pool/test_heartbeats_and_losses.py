@@ -8,7 +8,7 @@ import itertools
 import pytest
 import ray.exceptions
 
-from evenkeel.actors.carriers import Ticket
+from evenkeel.actors.carriers import PoolFailure, Ticket
 from evenkeel.actors.pool.faults import WorkerLosses
 from evenkeel.actors.processes.supervision import HALF_OVER, LongWait
 from evenkeel.correction.errors import EngineError
@@ -33,6 +33,29 @@ def test_an_engine_ten_times_as_slow_is_left_alone(monkeypatch: pytest.MonkeyPat
         assert world.lost == [] and sorted(world.finished) == list(range(400))
         assert [event for event in world.events if "sampled its first group" not in event] == []
         assert len(world.mortals["0"].finished) < 0.5 * len(world.mortals["1"].finished)
+
+    play(scenario)
+
+
+def test_a_worker_whose_engine_has_a_successor_is_sent_weights_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heartbeat says so: nothing of its own may fail meanwhile, as its agents wait."""
+
+    async def scenario() -> None:
+        world = World(monkeypatch, workers=1, places=50)
+
+        async def waits(mortal: Mortal, ticket: Ticket) -> None:
+            if ticket.group_id == 7:
+                mortal.lost_of = "the scheduler is gone"
+                while mortal.lost_of:
+                    await asyncio.sleep(1.0)
+                    if world.sync.resynced:
+                        mortal.lost_of = ""
+
+        world.sample = waits  # type: ignore[assignment]
+        await world.begin()
+        await world.all_done(50)
+        assert world.lost == [] and world.sync.resynced == ["0"] and world.failures == [PoolFailure.ENGINE_LOST]
+        assert sorted(world.finished) == list(range(50))
 
     play(scenario)
 

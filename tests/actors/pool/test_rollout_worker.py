@@ -61,6 +61,9 @@ class Slow:
     """Samples a group until `finish` is set; or fails each request with `error`."""
 
     busy_s, up_s, generated_tokens = 1.0, 2.0, 3
+    lost_of = ""
+
+    async def succeeded(self) -> None: ...
 
     def __init__(self, error: Exception | None = None, *, is_stubborn: bool = False, checksums: dict[str, str] | None = None) -> None:
         self.finish, self.begun, self.aborted, self._is_stubborn = asyncio.Event(), 0, 0, is_stubborn
@@ -156,6 +159,21 @@ def test_a_lost_engine_or_object_store_is_no_failed_request(started: Start, erro
         worker = await started(Slow(error))
         with pytest.raises(type(error), match=str(error)):
             await worker.generate_group(ticket())
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_engine_that_another_one_takes_the_place_of_is_dirty(started: Start) -> None:
+    """To the driver, which keeps the worker then and sends it weights: of groups, questions and heartbeats."""
+
+    async def scenario() -> None:
+        sampler = Slow(EngineError("the scheduler is gone"))
+        sampler.lost_of = "another one takes its place"
+        worker = await started(sampler)
+        for call in (worker.generate_group(ticket()), worker.answer([prompt(0)], AnswerSampling())):
+            with pytest.raises(EngineDirty, match="another one takes its place"):
+                await call
+        assert (await worker.load()).lost_of == "another one takes its place"
 
     asyncio.run(scenario())
 
