@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.e2e.launch import RECIPE, Run, check_private, kill_engine_above, kill_worker_above
+from tests.e2e.launch import RECIPE, Run, check_private, evenkeel, kill_engine_above, kill_worker_above
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 STEPS, GROUPS, SAMPLES = 4, 4, 4
@@ -41,6 +42,25 @@ GATE = """    answers.append(messages[-1]["content"])
         while not os.path.exists("open"):
             time.sleep(0.1)
 """
+
+
+BRANCHES = """
+import json, os, urllib.request
+
+def ask(*said):
+    messages = [{"role": ["user", "assistant"][i % 2], "content": text} for i, text in enumerate(said)]
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages, "max_tokens": 24}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+
+task = json.load(open(os.environ["EVENKEEL_TASK"]))
+said = ask(task["prompt"])
+ask(task["prompt"], said, "again")
+ask("so far: " + said[:16])
+json.dump(sum(c in "aeiou" for c in said[:32]) / 32, open(os.environ["EVENKEEL_REWARD"], "w"))
+"""
+"""Two turns, and one of a history made short."""
 
 
 def started(folder: Path, small_model: Path, program: str, *more: str) -> Run:
@@ -143,3 +163,36 @@ def test_programs_of_a_worker_that_is_killed_go_on_with_another_one(small_model:
         assert fresh and all(line["turns/max"] == 2 and line["mismatch/k3"] < 1e-12 for line in fresh)
     finally:
         run.close()
+
+
+def test_a_run_of_two_tasks_one_of_them_an_agent_s_with_branches(small_model: Path, tmp_path: Path) -> None:
+    """Single answers of one task, and rollouts of two sequences of the other, in the same batches: engine and learner agree on each token
+    of both, by the group's rollouts, and the ledger has each group once."""
+    (tmp_path / "agent.py").write_text(BRANCHES)
+    recipe = yaml.safe_load(RECIPE.read_text())
+    rollout = recipe["rollout"]
+    task, reward = rollout.pop("task"), rollout.pop("reward")
+    agent = {"command": ["python", "agent.py"], "processes": 4}
+    rollout["tasks"] = [
+        {"name": "words", "task": task, "reward": reward},
+        {"name": "agent", "task": task, "reward": {"kind": "agent"}, "agent": agent},
+    ]
+    rollout["sampling"]["max_tokens"] = 80
+    recipe["correction"] = {"preset": "tis-token", "denominator": {"kind": "prompt_mean"}}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(recipe))
+    run_dir = tmp_path / "run"
+    words = (str(tmp_path / "two.yaml"), f"model={small_model}", f"run_dir={run_dir}", "steps=3", "evaluation.problems=4")
+    done = evenkeel("train", *words, timeout_s=900.0, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    shares = [line.get("task/groups_share/agent", 0.0) for line in lines]
+    assert max(shares) > 0 and min(shares) < 1
+    for line, share in zip(lines, shares, strict=True):
+        found = line.get("turns/sequences", 1.0), line.get("turns/mean", 1.0)
+        assert found == pytest.approx((1 + share, 1 + 2 * share)), "two sequences and three turns of each of the agent's rollouts"
+    known = [line["mismatch/k3"] for line in lines if "mismatch/k3" in line]
+    assert known and max(known) < 1e-12
+    ledger = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+    trained = [entry["step"] for entry in ledger if entry["outcome"] == "trained"]
+    assert [trained.count(step) for step in (1, 2, 3)] == [GROUPS] * 3
