@@ -95,7 +95,7 @@ def shown(page: Page, address: str) -> float:
 
 def scrolled(page: Page, notch: int) -> tuple[np.ndarray, float]:
     """[f] milliseconds between the frames of a scroll from top to bottom, and the browser's processor time for it, seconds."""
-    page.evaluate("() => scrollTo(0, 0)")
+    page.evaluate("() => document.querySelector('.answers').scrollIntoView()")  # past tables that take the wheel for themselves
     page.wait_for_timeout(500)
     page.mouse.move(640, 500)
     page.evaluate(FRAMES)
