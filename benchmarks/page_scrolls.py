@@ -113,7 +113,7 @@ def traced(browser: Browser, page: Page, notch: int) -> tuple[np.ndarray, dict[s
     scrolled(page, notch)
     events = orjson.loads(browser.stop_tracing())["traceEvents"]
     threads = {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name" and one["args"]["name"] == "CrRendererMain"}
-    own = [one for one in events if one.get("ph") == "X" and (one["pid"], one["tid"]) in threads]
+    own = [one for one in events if "tdur" in one and (one["pid"], one["tid"]) in threads]  # not what is cut by an end of the trace
     frames = np.array([one["tdur"] for one in own if one["name"] == "ProxyMain::BeginMainFrame"]) / 1e3
     return frames, {part: sum(one["tdur"] for one in own if one["name"] in names) / 1e3 / len(frames) for part, names in PARTS.items()}
 

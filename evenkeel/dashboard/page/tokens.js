@@ -24,6 +24,7 @@ const FATES = {
   none: "kept, weight 0", dropped: "dropped", read: "read, not sampled",
 };
 
+const TOGETHER = 25;  // trajectories that a browser thinks of at once: one that changes moves no more of them
 const MOST_MS = 6;  // of a frame's 16 go to making tokens: a wheel finds each frame ready
 
 VIEWS.tokens = async (root, query) => {
@@ -72,7 +73,7 @@ VIEWS.tokens = async (root, query) => {
     choose("Order", "order", [["place", "as they came"], ["reward", "reward"], ["length", "length"]], query.order || "place")));
   root.append(key(hue, sample));
 
-  const list = el("div", {className: `answers ${query.group !== undefined ? "beside-each-other" : ""}`}), near = new Set();
+  const list = el("div"), near = new Set();
   const seen = new IntersectionObserver((entries) => {
     if (!near.size) requestAnimationFrame(make);
     for (const {target, isIntersecting} of entries) near[isIntersecting ? "add" : "delete"](target);
@@ -87,7 +88,12 @@ VIEWS.tokens = async (root, query) => {
     }
     if (near.size) requestAnimationFrame(make);
   };
-  for (const row of chosen) {
+  let some;
+  for (const [place, row] of chosen.entries()) {
+    if (place % TOGETHER === 0) {
+      const height = chosen.slice(place, place + TOGETHER).reduce((sum, {tokens}) => sum + 92 + tokens, 0);
+      list.append(some = el("div", {className: `answers ${query.group !== undefined ? "beside-each-other" : ""}`, style: {containIntrinsicHeight: `auto ${height}px`}}));
+    }
     const body = el("div", {className: "tokens", tabIndex: 0, role: "group", "aria-label": `Tokens of group ${row.group}, answer ${row.answer}; arrow keys go from one to the next`});
     body.row = row;
     const part = Object.entries(row.parts || {}).map(([name, value]) => `${name} ${short(value)}`).join(", ");
@@ -97,7 +103,7 @@ VIEWS.tokens = async (root, query) => {
         el("span", {className: "soft"}, `${row.tokens} tokens, ended by ${row.finish}${part ? `; ${part}` : ""}`), el("span", {className: "soft"}, `expected: ${visible(row.expected)}`)),
       row.error ? el("p", {className: "refusal"}, visible(row.error)) : null, body,
       row.left_out ? el("p", {className: "soft"}, `${row.left_out} more tokens are not kept.`) : null);
-    list.append(one);
+    some.append(one);
     seen.observe(one);
   }
   pointAt(list, sample);
