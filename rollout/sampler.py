@@ -22,7 +22,7 @@ from evenkeel.rollout.config import WHOLE_VOCABULARY, AnswerSampling, RolloutCon
 from evenkeel.rollout.continuation import is_begun, is_unfinished, unsampled
 from evenkeel.rollout.door.agents import AgentRollout, Agents
 from evenkeel.rollout.door.door import LOOPBACK
-from evenkeel.rollout.engine.engine import RolloutEngine, in_answer_thread
+from evenkeel.rollout.engine.engine import GroupOfRanks, RolloutEngine, in_answer_thread
 from evenkeel.rollout.environments.environments import EnvironmentPool
 from evenkeel.rollout.environments.played_rollout import PlayedRollout
 from evenkeel.rollout.prompt_place import task_of
@@ -313,7 +313,7 @@ class Sampler:
         begun = unsampled(prompt.token_ids, prompt.prompt_id) if begun is None else begun
         asked = replace(prompt, token_ids=tuple(begun.prompt_ids))
         settings = self._player(prompt).settings
-        asks: dict[str, Any] = {"temperature": settings.temperature, "truncation": settings} | how
+        asks: dict[str, Any] = {"temperature": settings.temperature, "truncation": settings, "session": GroupOfRanks()} | how
 
         turn_ended: float | None = None
 
@@ -405,8 +405,10 @@ class Sampler:
         begun: Sequence[Trajectory] = (),
         max_tokens: int | None = None,
         line: int = 0,
+        session: GroupOfRanks | None = None,
     ) -> list[Trajectory]:
-        """Args: numbers: of these samples among the prompt's. max_tokens: None: those of the settings. line: see session."""
+        """Args: numbers: of these samples among the prompt's. max_tokens: None: those of the settings. line: see `session`. session: as of
+        RolloutEngine.generate."""
         player = self._player(prompt)
         with self._busy:
             return await self.engine.generate(
@@ -421,6 +423,7 @@ class Sampler:
                 is_trained=is_trained,
                 stop_ids=player.encoder.ends.ids,
                 begun=begun,
+                session=session,
             )
 
     async def _with_texts(self, trajectories: Sequence[Trajectory], player: Player) -> tuple[Trajectory, ...]:

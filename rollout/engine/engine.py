@@ -65,6 +65,14 @@ _HAND_BACK_S = 0.2
 _READ_ONLY = {"max_new_tokens": 0, "temperature": 1.0}
 
 
+@dataclass(slots=True)
+class GroupOfRanks:
+    """Where the turns of a session are sampled, if the engine has several groups of ranks (attention_data_parallel)."""
+
+    number: int | None = None
+    """None: its first turn is still to come."""
+
+
 class RolloutEngine:
     """An engine that samples and scores, and takes new weights while requests run.
 
@@ -198,6 +206,7 @@ class RolloutEngine:
         ignore_stop: bool = False,
         begun: Sequence[Trajectory] = (),
         deadline_s: float | None = None,
+        session: GroupOfRanks | None = None,
     ) -> list[Trajectory]:
         """Sample from the whole distribution, or from what a truncation leaves of it, which is reported with each token. No penalty can be
         asked for: what it makes of the distribution isn't reported, and would bias every ratio.
@@ -217,6 +226,7 @@ class RolloutEngine:
             stop_ids: tokens that end an answer, which has them as its last; those of config.json and generation_config.json end it, too.
             ignore_stop: go on to max_tokens whatever is sampled (for checks and benchmarks; answers of a run stop).
             begun: what there is of each sample (rollout.continuation): whole ones stay as they are, others are continued.
+            session: of which this is a turn, so that it goes where the turns before it are cached.
         Returns: a trajectory for each sample, in the order of the seeds, without text and reward; an aborted one carries an error, and
             after `hand_back` the tokens that are kept of it.
         Raises: DataError for ids or lengths that the engine can't take; RequestError for an answer that can't be used, DeadlineExceeded,
@@ -239,7 +249,7 @@ class RolloutEngine:
             sampling | {"max_new_tokens": room} | ({"sampling_seed": seeds[i]} if seeds else {})
             for i, room in zip(todo, rooms, strict=True)
         ]
-        with self._in_a_group(len(todo)) as routed:
+        with self._in_a_group(len(todo), session) as routed:
             if len(todo) > 1:
                 await self.read(prompt_ids, deadline_s=deadline_s, **routed)
             if not todo or self.is_leaving:
@@ -263,12 +273,17 @@ class RolloutEngine:
             await self._request([prompt_ids], [_READ_ONLY], deadline_s, "prefill a shared prompt", **routed)
 
     @contextlib.contextmanager
-    def _in_a_group(self, answers: int) -> Iterator[dict[str, int]]:
-        """SGLang's argument that sends a prompt and all of its answers to the group of ranks with the fewest answers under way."""
+    def _in_a_group(self, answers: int, session: GroupOfRanks | None = None) -> Iterator[dict[str, int]]:
+        """SGLang's argument that sends a prompt and all of its answers to the group of ranks with the fewest answers under way; later turns
+        of a session to that of its first: each group has a prefix cache of its own."""
         if len(self._in_groups) == 1:
             yield {}
             return
-        group = self._in_groups.index(min(self._in_groups))
+        group = session.number if session is not None else None
+        if group is None:
+            group = self._in_groups.index(min(self._in_groups))
+        if session is not None:
+            session.number = group
         self._in_groups[group] += answers
         try:
             yield {"routed_dp_rank": group}

@@ -20,7 +20,7 @@ from torch import Tensor
 from evenkeel.correction.errors import EngineError, SyncError
 from evenkeel.engines.weights import WeightBucket, WeightSpec, tensor_checksum
 from evenkeel.rollout.engine import weight_transfer
-from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine.engine import GroupOfRanks, RolloutEngine
 from evenkeel.rollout.engine.weight_transfer import UpdateCheck
 from evenkeel.rollout.engine_settings.engine_arguments import REFUSED_OF_RANKS
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
@@ -140,6 +140,12 @@ def test_a_prompt_and_all_its_answers_go_to_the_group_with_the_fewest() -> None:
     with contextlib.ExitStack() as under_way:
         taken = [under_way.enter_context(engine._in_a_group(answers))["routed_dp_rank"] for answers in (8, 3, 4, 1)]
     assert taken == [0, 1, 1, 1] and engine._in_groups == [0, 0]
+    session, where = GroupOfRanks(), list[int]()
+    for others in ([0, 5], [9, 0], [3, 0]):
+        engine._in_groups = others
+        with engine._in_a_group(1, session) as routed:
+            where.append(routed["routed_dp_rank"])
+    assert where == [0, 0, 0], "a session's turns are where its first one is cached, whatever else is there"
     engine._in_groups = [0]
     with engine._in_a_group(8) as only:
         assert only == {}, "SGLang is told nothing where there is one group"
