@@ -84,8 +84,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class BegunTicket(Ticket):
-    """Ticket of a group that a worker has handed back unfinished: another one goes on from there. Used in the pool only; the book has the
-    Ticket."""
+    """What a worker is asked for where there is something of the group already: it goes on from there."""
 
     begun: UnfinishedGroup
     """The answers so far."""

@@ -283,7 +283,7 @@ def _check_reference(config: RunConfig, checkpoint: Checkpoint) -> None:
 def _with_groups_of_these_settings(
     point: ResumePoint, then: Mapping[str, Any], config: RunConfig, changed: Mapping[str, tuple[Any, Any]], *, discard_groups: bool
 ) -> ResumePoint:
-    """Finished groups that were sampled with other settings are sampled again: trained with these, their ratios would be wrong.
+    """Groups that were sampled with other settings, whole or in part, are sampled again: trained with these, their ratios would be wrong.
 
     Raises: ConfigError for settings that make them useless, unless they may be discarded.
     """
@@ -291,10 +291,10 @@ def _with_groups_of_these_settings(
     reasons = [key for key in changed if key.startswith(_OF_SAMPLES) and not _as_of_one_task(key).startswith(_NOT_OF_SAMPLES)]
     if needs_topk(config.correction) > needs_topk(CorrectionConfig.model_validate(then.get("correction", {}))):
         reasons.append("correction (it looks at the most likely tokens)")
-    if not reasons or not book.finished:
+    if not reasons or not (book.finished or book.so_far):
         return point
     useless = [reason for reason in reasons if not reason.startswith(_OF_ENGINES)]
-    if useless and not discard_groups:
+    if useless and book.finished and not discard_groups:
         diff = ", ".join(f"{key} ({short(changed[key][0])} -> {short(changed[key][1])})" if key in changed else key for key in useless)
         groups = f"{counted(len(book.finished), 'finished group')} of {point.checkpoint.path}"
         raise ConfigError(
@@ -303,8 +303,9 @@ def _with_groups_of_these_settings(
         )
     again = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in book.finished]
     in_flight = tuple(sorted([*book.in_flight, *again], key=lambda ticket: ticket.group_id))
-    note = f"{len(again)} finished groups of the checkpoint are sampled again, because of {', '.join(reasons)}"
-    state = replace(point.state, book=replace(book, in_flight=in_flight, finished=()))
+    parts = f" and {len(book.so_far)} begun" if book.so_far else ""
+    note = f"{len(again)} finished{parts} groups of the checkpoint are sampled again, because of {', '.join(reasons)}"
+    state = replace(point.state, book=replace(book, in_flight=in_flight, finished=(), so_far=()))
     return replace(point, state=state, notes=(*point.notes, ("info", note)))
 
 

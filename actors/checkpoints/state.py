@@ -1,8 +1,8 @@
 """What a restart needs besides the learner's own state, saved in the same checkpoint at the same moment.
 
 Saved after a step is settled, while the learner is idle: the book's counts and contents (finished groups whole, groups in flight by
-their prompts, which are sampled again), and the step. The position in the data is the book's count of admitted prompts, because they are
-admitted in order; a group's number is its prompt's position. Which task a position is of follows from `mixture`.
+their prompts, with what there is of them by then), and the step. The position in the data is the book's count of admitted prompts,
+because they are admitted in order; a group's number is its prompt's position. Which task a position is of follows from `mixture`.
 
 JSON and arrays: reading them runs nothing. A prompt is kept without its metadata, which may be anything; the task makes it again
 (`with_prompts_of`), and has to make the same.
@@ -30,13 +30,13 @@ from evenkeel.actors.carriers import Notify, Ticket
 from evenkeel.actors.groups.ledger import HandOver, Ledger, LedgerMark, at_once, imbalance_of
 from evenkeel.actors.groups.snapshot import BookSnapshot
 from evenkeel.correction.config import CorrectionConfig
-from evenkeel.correction.errors import DataError
+from evenkeel.correction.errors import DataError, EngineError
 from evenkeel.learner.hf.tensor_files import saving
 from evenkeel.learner.weights.file_sums import unreadable
 from evenkeel.rollout.trajectory import Prompt
 
 STATE, COLUMNS = "controller.json", "groups.safetensors"
-_NAMES = {"Prompt": Prompt}
+_NAMES = {"Prompt": Prompt, "EngineError": EngineError}
 _ENCODER = json.JSONEncoder(default=float)  # float: numpy's numbers
 
 

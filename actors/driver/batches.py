@@ -35,7 +35,7 @@ from evenkeel.actors.record.recorder import Recorder
 from evenkeel.actors.record.run_folder import RunFolder
 from evenkeel.actors.settings.deadlines import new_parts_s
 from evenkeel.correction.config import CorrectionConfig
-from evenkeel.correction.errors import ActorLost, EvenkeelError
+from evenkeel.correction.errors import ActorLost, EvenkeelError, counted
 from evenkeel.correction.settings.schedule import needs_logprobs_at_sampling, needs_reference_logprobs
 
 if TYPE_CHECKING:
@@ -85,7 +85,10 @@ class BatchSource:
         """
         opening = partial(open_ledger, folder.path / "ledger.jsonl", point.state, recorder.event, recorder.disk.do)
         source = cls(config, point, await by_disk(recorder.disk.result(opening), "the ledger's checksum"), recorder)
-        source.ledger.compare(source.book.contents())
+        source.ledger.compare(contents := source.book.contents())
+        if contents.so_far:
+            tokens = sum(one.tokens for one in contents.so_far)
+            recorder.event("info", f"{counted(len(contents.so_far), 'group')} under way go on from {tokens} tokens of the checkpoint")
         return source
 
     @property
@@ -129,16 +132,18 @@ class BatchSource:
             self._ahead.drop()
         self._ahead = None
 
-    async def saved(self, is_hurried: asyncio.Event) -> tuple[BookSnapshot, Mapping[str, Any] | None]:
+    async def saved(self, pool: RolloutPool, is_hurried: asyncio.Event) -> tuple[BookSnapshot, Mapping[str, Any] | None]:
         """What a checkpoint has of both: the book's contents, and the early warning's state, which is None if it is to begin anew.
 
-        Args: is_hurried: set, now or meanwhile, when the process may be killed in seconds. Then finished groups whose tokens are not here
-            in _LAST_TOKENS_S are among those in flight.
+        Args:
+            pool: knows what there is of groups that have turns.
+            is_hurried: set, now or meanwhile, when the process may be killed in seconds. Then finished groups whose tokens are not here
+                in _LAST_TOKENS_S are among those in flight.
         Raises: LedgerError if the book has lost or doubled a prompt.
         """
         contents = self.book.contents()
         self.ledger.compare(contents)
-        take = partial(whole_snapshot, contents, tell=partial(self._recorder.event, "info"))
+        take = partial(whole_snapshot, contents, pool.turns_so_far(), tell=partial(self._recorder.event, "info"))
         whole = await unless_set(is_hurried, take(tokens_s=self._config.deadlines.checkpoint_s))
         return whole or await take(tokens_s=_LAST_TOKENS_S), self.monitor
 

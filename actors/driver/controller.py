@@ -511,7 +511,7 @@ class Controller:
 
     async def _training_state(self) -> TrainingState:
         drawn = self._task.state  # of the same moment as the book's contents: groups go on finishing while their tokens are fetched
-        book, monitor = await self._source.saved(self._shutdown.is_hurried)
+        book, monitor = await self._source.saved(self._pool, self._shutdown.is_hurried)
         mark = await self._by_disk(self._recorder.disk.result(self._source.ledger.flush), "the ledger's lines")
         return TrainingState(
             self._step,

@@ -33,7 +33,7 @@ from enum import StrEnum
 from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket
 from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.correction.errors import LedgerError
-from evenkeel.rollout.trajectory import GroupFacts, Prompt
+from evenkeel.rollout.trajectory import GroupFacts, Prompt, UnfinishedGroup
 
 
 class GroupState(StrEnum):
@@ -87,6 +87,8 @@ class Entry:
     losses: int = 0
     """Times that its tokens could not be read after it was drawn."""
     attempts: Attempts = field(default_factory=Attempts)
+    so_far: UnfinishedGroup | None = None
+    """What a worker has handed back of it, or had when it was lost, or a checkpoint has: the next worker goes on from it."""
 
 
 def discard_reason(group: GroupFacts, *, dynamic_sampling: bool, by_turn: bool = False) -> DiscardReason | None:
@@ -143,8 +145,9 @@ class GroupBook:
         self._orphans: Counter[str] = Counter()
         if snapshot is not None:
             finished = [Ticket(group.group_id, group.prompt, group.admitted_version) for group in snapshot.finished]
+            so_far = {one.group_id: one for one in snapshot.so_far}
             for ticket in sorted([*snapshot.in_flight, *finished], key=lambda ticket: ticket.group_id):
-                self._hold(Entry(ticket))
+                self._hold(Entry(ticket, so_far=so_far.get(ticket.group_id)))
             for group in snapshot.finished:
                 self.finish(StoredGroup(group.facts, group), now=None)
 
@@ -181,17 +184,26 @@ class GroupBook:
             entry.called_at = now
             self._move(entry, GroupState.SAMPLING)
 
-    def waits(self, group_id: int, *, failed_at: str = "") -> bool:
+    def waits(self, group_id: int, *, failed_at: str = "", so_far: UnfinishedGroup | None = None) -> bool:
         """Note that another worker has to sample the group. False: it is finished or gone, and nobody has to.
 
-        Args: failed_at: name of the worker that could not sample it.
+        Args:
+            failed_at: name of the worker that could not sample it.
+            so_far: what there is of it now; None: what there was before.
         """
         if (entry := self._sampled(group_id)) is None:
             return False
+        if so_far is not None:
+            entry.so_far = so_far
         if failed_at:
             entry.attempts.failed_at, entry.attempts.is_overdue = failed_at, False
         self._move(entry, GroupState.WAITING)
         return True
+
+    def so_far(self, group_id: int) -> UnfinishedGroup | None:
+        """What the next worker goes on from; None: nothing."""
+        entry = self._sampled(group_id)
+        return None if entry is None else entry.so_far
 
     def finish(self, group: StoredGroup, *, now: float | None) -> StoredGroup | None:
         """Take a sampled group. Args: now: seconds; None: it comes from a checkpoint.
@@ -289,8 +301,9 @@ class GroupBook:
                 del self._orphans[worker]  # spot workers come and go for weeks
 
     def _close(self, entry: Entry) -> None:
-        """Nobody has to sample the group: forget what went wrong with it."""
+        """Nobody has to sample the group: forget what went wrong with it, and what there was of it."""
         self._adopt(entry)
+        entry.so_far = None
         self._suspects.discard(entry.ticket.group_id)
         entry.attempts = Attempts()
 
@@ -505,6 +518,7 @@ class GroupBook:
             finished=tuple(entry.group for entry in entries if entry.group is not None),
             discarded_by_reason=dict(self.discarded_by_reason),
             unreported=tuple(self.unreported),
+            so_far=tuple(entry.so_far for entry in entries if entry.so_far is not None),
         )
 
     def _sorted(self) -> Iterator[Entry]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket
-from evenkeel.rollout.trajectory import Group
+from evenkeel.rollout.trajectory import Group, UnfinishedGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class BookContents:
     """The sampled groups among these."""
     discarded_by_reason: dict[DiscardReason, int]
     unreported: tuple[DiscardedGroup, ...]
+    so_far: tuple[UnfinishedGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +39,34 @@ class BookSnapshot:
     discarded: int
     """Groups thrown away."""
     in_flight: tuple[Ticket, ...]
-    """Admitted and not finished, or finished with tokens that are lost: sampled again after a restart."""
+    """Admitted and not finished, or finished with tokens that are lost: sampled after a restart."""
     finished: tuple[Group, ...]
     """Finished and not trained, drawn ones included."""
     discarded_by_reason: dict[DiscardReason, int] = field(default_factory=dict)
     """The same by reason. A checkpoint in which they don't add up to `discarded` is refused (ledger.imbalance_of)."""
     unreported: tuple[DiscardedGroup, ...] = ()
     """Discarded, and not yet in the ledger."""
+    so_far: tuple[UnfinishedGroup, ...] = ()
+    """What there is of some of those in flight, from which they go on."""
 
     @classmethod
-    def of(cls, contents: BookContents, groups: Sequence[Group]) -> Self:
-        """Args: groups: the finished ones whose tokens are at hand; all others are sampled again after a restart."""
+    def of(cls, contents: BookContents, groups: Sequence[Group], told: Iterable[UnfinishedGroup] = ()) -> Self:
+        """
+        Args:
+            groups: the finished ones whose tokens are at hand; all others are sampled again after a restart.
+            told: what workers have said that there is of groups, some of which may be gone by now.
+        """
         at_hand = {group.group_id for group in groups}
+        in_flight = tuple(ticket for ticket in contents.tickets if ticket.group_id not in at_hand)
+        so_far = {one.group_id: one for one in sorted([*contents.so_far, *told], key=lambda one: one.tokens) if one.tokens}
         return cls(
             version=contents.version,
             admitted=contents.admitted,
             trained=contents.trained,
             discarded=sum(contents.discarded_by_reason.values()),
-            in_flight=tuple(ticket for ticket in contents.tickets if ticket.group_id not in at_hand),
+            in_flight=in_flight,
             finished=tuple(groups),
             discarded_by_reason=contents.discarded_by_reason,
             unreported=contents.unreported,
+            so_far=tuple(so_far[ticket.group_id] for ticket in in_flight if ticket.group_id in so_far),
         )

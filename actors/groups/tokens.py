@@ -101,7 +101,7 @@ async def fetched(
     """
     what = f"tokens of {counted(len(groups), 'group')} <- {_sources(groups)}"
     named: dict[str, Any] = {"notice": notice, "detail": lambda: _missing(groups)}
-    found = await wait_for(_values(groups, deadline_s), what, deadline_s=tokens_call_s(deadline_s), **named)
+    found = await wait_for(_values([one.payload for one in groups], deadline_s), what, deadline_s=tokens_call_s(deadline_s), **named)
     lost = dict[int, str]()
     for one, value in zip(groups, found, strict=True):
         if isinstance(value, BaseException) and (needs := no_room(value)):
@@ -130,15 +130,14 @@ async def _missing(groups: Sequence[StoredGroup]) -> str:
     return f"{counted(len(missing), 'group')} not here yet: {ids} of {_sources(missing)}" if missing else ""
 
 
-async def _values(groups: Sequence[StoredGroup], limit_s: float) -> list[Any]:
-    """The groups' payloads; an error in the place of each that can't be read. Args: limit_s: seconds for all of them together."""
+async def _values(references: Sequence[Any], limit_s: float) -> list[Any]:
+    """What they refer to; an error in the place of each that can't be read. Args: limit_s: seconds for all of them together."""
     ends = asyncio.get_running_loop().time() + limit_s
 
     async def in_time(reference: Any) -> Any:
         async with asyncio.timeout_at(ends):
             return await value_of(reference)
 
-    references = [one.payload for one in groups]
     if references and all(isinstance(one, ray.ObjectRef) for one in references):
         with suppress(ray.exceptions.RayError):  # the error doesn't say whose it is: each is read alone then
             return list(await asyncio.to_thread(ray.get, references, timeout=limit_s / 2))  # one by one takes several times as long
@@ -201,17 +200,21 @@ async def whole(groups: Sequence[StoredGroup], *, deadline_s: float) -> tuple[li
     return joined, sorted([*lost, *lost_too])
 
 
-async def whole_snapshot(contents: BookContents, *, tokens_s: float, tell: Callable[[str], object] = lambda _: None) -> BookSnapshot:
-    """What a checkpoint holds: finished groups with their tokens. Groups whose tokens are lost go back to those in flight.
+async def whole_snapshot(
+    contents: BookContents, turns: Sequence[Any] = (), *, tokens_s: float, tell: Callable[[str], object] = lambda _: None
+) -> BookSnapshot:
+    """What a checkpoint holds: finished groups with their tokens, and what there is of others. Groups whose tokens are lost go back to
+    those in flight.
 
     Args:
+        turns: references to what there is of groups, by id, as workers have said it (RolloutPool.turns_so_far).
         tokens_s: seconds for the tokens; those that are later are lost.
         tell: takes a sentence, if there are such groups.
     """
-    groups, lost = await whole(contents.finished, deadline_s=tokens_s)
+    (groups, lost), told = await asyncio.gather(whole(contents.finished, deadline_s=tokens_s), _values(turns, tokens_s))
     if lost:
         tell(f"the tokens of {counted(len(lost), 'finished group')} can't be read: the checkpoint has their prompts, to be sampled again")
-    return BookSnapshot.of(contents, groups)
+    return BookSnapshot.of(contents, groups, [one for of_worker in told if isinstance(of_worker, dict) for one in of_worker.values()])
 
 
 def checksums_of(*buckets: Any) -> tuple[dict[str, str], str]:

@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from evenkeel.actors.carriers import BegunTicket, Ticket
+from evenkeel.actors.carriers import Ticket
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.settings.evaluation_places import EVALUATION_SHARE, evaluation_answers_at_once
 from evenkeel.rollout.config import AnswerSampling
 from evenkeel.rollout.prompt_place import task_of
-from evenkeel.rollout.trajectory import Prompt, Trajectory, UnfinishedGroup
+from evenkeel.rollout.trajectory import Prompt, Trajectory
 
 
 class PoolWorker(Protocol):
@@ -200,8 +200,3 @@ class WaitingWork:
 
     def _drop_first_questions(self) -> None:
         self._asked -= self._questions.popleft().size
-
-
-def continuing(ticket: Ticket, begun: UnfinishedGroup) -> BegunTicket:
-    """The ticket with which the next worker goes on from what was sampled."""
-    return BegunTicket(ticket.group_id, ticket.prompt, ticket.admitted_version, begun)

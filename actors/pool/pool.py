@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from evenkeel.actors.groups.book import MAX_ENGINE_LOSSES, GroupBook
 from evenkeel.actors.groups.changes import Changes
 from evenkeel.actors.groups.tokens import disregard, to_hand_on, value_of
 from evenkeel.actors.pool import preemption, workers
-from evenkeel.actors.pool.dispatch import Questions, WaitingWork, continuing
+from evenkeel.actors.pool.dispatch import Questions, WaitingWork
 from evenkeel.actors.pool.faults import (
     ATTEMPTS,
     FAILING_AFTER,
@@ -218,6 +219,10 @@ class RolloutPool:
             "pool/waiting_groups": self._work.groups,
             "pool/waiting_answers": self._work.answers,
         }
+
+    def turns_so_far(self) -> list[Any]:
+        """References to what workers have said that there is of groups whose rollouts have turns, by id."""
+        return [worker.turns_so_far for worker in self.workers.values() if worker.turns_so_far is not None]
 
     async def loads(self, version: int | None = None) -> dict[str, WorkerLoad]:
         """Running totals, by name, of the workers that answer within a few seconds.
@@ -615,7 +620,7 @@ class RolloutPool:
                     disregard(found, payload, *wide)
                 self._book.begin(group_id, now=time.monotonic())
                 sample = worker.actor.generate_group.options(num_returns=self._results)
-                found, payload, *wide = sample.remote(ticket, self.generation)
+                found, payload, *wide = sample.remote(self._asked(ticket), self.generation)
                 return found
 
             outcome = await self.call(worker, call, f"group {group_id} <- rollout worker {worker.name}")
@@ -633,7 +638,7 @@ class RolloutPool:
             if is_lost and not worker.leaves and self._book.engine_lost(group_id) >= MAX_ENGINE_LOSSES:
                 self._discard(ticket, DiscardReason.LOST, f"a third engine was lost while it was sampled: {error}")
             else:
-                self._wait_again(await self._from_its_turns(worker, ticket) if is_lost else ticket)
+                self._wait_again(ticket, await self._its_turns(worker, group_id) if is_lost else None)
         except LateError as error:  # the worker waits for others
             self._recorder.event("warning", f"others sample group {group_id} again, worker {worker.name} goes on: {error}")
             self._wait_again(ticket)
@@ -646,28 +651,33 @@ class RolloutPool:
                 disregard(found, payload, *wide)
         self.wake()
 
-    async def _from_its_turns(self, worker: WorkerHandle, ticket: Ticket) -> Ticket:
-        """The ticket, to go on from what a lost worker had said that there was of the group."""
+    def _asked(self, ticket: Ticket) -> Ticket:
+        so_far = self._book.so_far(ticket.group_id)
+        return ticket if so_far is None else BegunTicket(ticket.group_id, ticket.prompt, ticket.admitted_version, so_far)
+
+    async def _its_turns(self, worker: WorkerHandle, group_id: int) -> UnfinishedGroup | None:
+        """What a lost worker had said that there was of the group, where that is more than there was before."""
         if worker.turns_so_far is None:
-            return ticket
+            return None
         if not isinstance(worker.turns_so_far, asyncio.Future):  # read once for all of its groups
             worker.turns_so_far = asyncio.ensure_future(value_of(worker.turns_so_far))
         with suppress(EvenkeelError, RayError):  # gone with its node
             what = f"turns of rollout worker {worker.name}, which is lost <- object store"
             groups = await wait_for(asyncio.shield(worker.turns_so_far), what, deadline_s=ANSWER_S, notice=log.debug)
-            there = groups.get(ticket.group_id)
-            if there is not None and there.tokens > (ticket.begun.tokens if isinstance(ticket, BegunTicket) else 0):
+            there: UnfinishedGroup | None = groups.get(group_id)
+            before = self._book.so_far(group_id)
+            if there is not None and there.tokens > (before.tokens if before is not None else 0):
                 self._goes_on(there, f"rollout worker {worker.name} was lost in the middle of its rollouts")
-                return continuing(ticket, there)
-        return ticket
+                return there
+        return None
 
     def _goes_on(self, there: UnfinishedGroup, why: str) -> None:
         self._recorder.handed_back(1, there.tokens)
         self._recorder.event("warning", f"group {there.group_id} goes on from {there.tokens} tokens: {why}")
 
-    def _wait_again(self, ticket: Ticket) -> None:
-        """Have another worker sample the group, unless it is finished or gone."""
-        if self._book.waits(ticket.group_id):
+    def _wait_again(self, ticket: Ticket, so_far: UnfinishedGroup | None = None) -> None:
+        """Have another worker sample the group, unless it is finished or gone. Args: so_far: as of the book."""
+        if self._book.waits(ticket.group_id, so_far=so_far):
             self._work.add_groups([ticket])
 
     def _take(self, worker: WorkerHandle, ticket: Ticket, outcome: GroupOutcome, payload: Any, wide: Any) -> None:
@@ -680,7 +690,7 @@ class RolloutPool:
                 self._goes_on(outcome, f"the engine of rollout worker {worker.name} failed in the middle of its rollouts{why}")
                 if outcome.failed is not None:
                     self._engine_failed(worker, outcome.failed)
-            self._wait_again(continuing(ticket, outcome))
+            self._wait_again(ticket, replace(outcome, failed=None))
         elif not isinstance(outcome, GroupFailure):
             if not worker.has_worked:
                 worker.has_worked = True

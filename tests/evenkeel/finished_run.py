@@ -18,13 +18,14 @@ from evenkeel.actors.settings.resolve import with_devices
 from evenkeel.learner.weights.file_sums import seal
 from evenkeel.recipe import as_recipe, load_config
 from evenkeel.resume_point import find_resume_point, run_recipe, with_absolute_paths, with_settings
+from evenkeel.rollout.trajectory import UnfinishedGroup
 from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
 from tests.e2e.launch import RECIPE
 from tests.tiny_models import save_tiny_model, save_tiny_tokenizer
 
 
 def state(step: int) -> TrainingState:
-    """One group trained in each step; two more under way, of which the older is finished."""
+    """One group trained in each step; two more under way, of which the older is finished, and the younger begun."""
     return TrainingState(step, step, 1.0, snapshot_of(book(step)), {}, {})
 
 
@@ -34,8 +35,9 @@ def book(step: int) -> GroupBook:
         for ticket in found.admit(prompts(version, version + 1), now=0.0):
             found.finish(at_hand(group(ticket)), now=0.0)
         found.settle(version + 1, version + 1, [g.group_id for g in found.draw(version, 1)], now=0.0)
-    older, _ = found.admit(prompts(step, step + 2), now=0.0)
+    older, younger = found.admit(prompts(step, step + 2), now=0.0)
     found.finish(at_hand(group(older)), now=0.0)
+    found.waits(younger.group_id, so_far=UnfinishedGroup(younger.group_id, group(younger).trajectories))
     return found
 
 

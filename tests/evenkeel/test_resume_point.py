@@ -294,8 +294,9 @@ def test_groups_sampled_at_another_temperature_are_sampled_again(folder: RunFold
     book = point.state.book
     assert [ticket.group_id for ticket in book.in_flight] == [2, 3] and book.finished == ()
     assert {ticket.prompt.prompt_id for ticket in book.in_flight} == {"train/0/2", "train/0/3"}
-    assert replace(book, in_flight=before.in_flight, finished=before.finished) == before
-    assert said[1] == ("info", "1 finished groups of the checkpoint are sampled again, because of rollout.sampling.temperature")
+    assert book.so_far == () != before.so_far, "what there is of others is of that temperature, too"
+    assert replace(book, in_flight=before.in_flight, finished=before.finished, so_far=before.so_far) == before
+    assert said[1] == ("info", "1 finished and 1 begun groups of the checkpoint are sampled again, because of rollout.sampling.temperature")
 
 
 def test_a_resume_that_died_before_its_first_checkpoint_spoils_nothing(folder: RunFolder) -> None:

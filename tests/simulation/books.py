@@ -7,11 +7,13 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from evenkeel.correction.batch import PackedBatch
 from evenkeel.rollout.trajectory import GroupFacts
+from tests.simulation.engine import READ
 from tests.simulation.learner import Weights
 from tests.simulation.schedule import SAMPLES
 
@@ -134,6 +136,18 @@ class Books:
             if lineage[version] != token:
                 where = f"of version {lineage.index(token)}" if token in lineage else "of no weights that these come from"
                 self.refuse(f"a token that says version {version} was sampled by weights {where}; trained at version {weights.version}")
+
+        self._check_turns(batch)
+
+    def _check_turns(self, batch: PackedBatch) -> None:
+        """Between two turns stands what was read there, whole and once, whoever went on with the answer."""
+        ids, masks, offsets = batch.token_ids.tolist(), batch.loss_mask.tolist(), batch.offsets.tolist()
+        for start, end in pairwise(offsets):
+            first = next((i for i in range(start, end) if masks[i]), end)
+            runs = [[ids[i] for i in run] for is_sampled, run in groupby(range(first, end), key=masks.__getitem__) if not is_sampled]
+            for turn, run in enumerate(runs, 1):
+                if run[0] - READ - 100 * turn != len(run) or run[1:] != [READ] * (len(run) - 1):
+                    self.refuse(f"before turn {turn} of {len(runs)} of a sequence, {run} was read")
 
     def trained(self, weights: Weights) -> None:
         self.weights = weights

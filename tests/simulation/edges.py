@@ -97,4 +97,5 @@ async def _start_sampler(
     await faults.befalls_start()
     engine = FaultyEngine(process, config, version)
     await asyncio.sleep(process.cluster.delay(f"{process.name} engine", 1.0, 8.0))
-    return SimulatedSampler(engine, config.sampling.samples_per_group, schedule.unscored, faults)
+    played = {entry.name for entry in config.entries if entry.environment is not None}
+    return SimulatedSampler(engine, config.sampling.samples_per_group, schedule.unscored, faults, played)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from evenkeel.actors.carriers import WeightChecksums
 from evenkeel.correction.errors import DeadlineExceeded, EngineDirty, EngineError, EvenkeelError, SyncError
 from evenkeel.engines.weights import digest_of
 from evenkeel.rollout.config import AnswerSampling, RolloutConfig
-from evenkeel.rollout.continuation import continued, is_begun, kept, unsampled
+from evenkeel.rollout.continuation import continued, is_begun, kept, unsampled, with_more_to_read
 from evenkeel.rollout.engine.engine import trajectory_of
+from evenkeel.rollout.prompt_place import task_of
 from evenkeel.rollout.trajectory import FailureKind, Group, Prompt, SyncReceipt, Trajectory, UnfinishedGroup
 from tests.simulation.processes import Process
 
@@ -30,6 +31,8 @@ _CHUNKS = 3
 # Of one that another engine has begun.
 _CHUNKS_LEFT = 2
 _LONGEST = 1000
+READ = 1_000_000
+"""Least id of a token that is read between two turns; no weights have such a name."""
 # Of the model; each is a bucket of its own.
 _TENSORS = ("a", "b", "c")
 
@@ -52,6 +55,12 @@ def pieces_of(weights: int) -> list[Piece]:
 def checksums_of_weights(weights: int) -> WeightChecksums:
     by_name = {tensor: f"{weights}-{tensor}" for tensor in _TENSORS}
     return WeightChecksums(ray.put(by_name), digest_of(by_name))
+
+
+def reading_of(prompt_id: str, index: int, turn: int) -> list[int]:
+    """What an answer reads before a turn, as long as it may be: its first token says which turn's it is, and how long."""
+    length = 1 + zlib.crc32(f"{prompt_id}/{index}/{turn}".encode()) % 40
+    return [READ + 100 * turn + length, *[READ] * (length - 1)]
 
 
 def probe_of(weights: int, tokens: int) -> list[float]:
@@ -144,8 +153,15 @@ class FaultyEngine:
         samples: int,
         begun: Sequence[Trajectory] = (),
         tell: Callable[[tuple[Trajectory, ...]], None] = lambda _: None,
+        *,
+        has_turns: bool = False,
     ) -> tuple[Trajectory, ...]:
-        """As the real one; after `hand_back` what there is of each answer. Args: tell: is told what there is in between."""
+        """As the real one; after `hand_back` what there is of each answer.
+
+        Args:
+            tell: is told what there is in between.
+            has_turns: each part is one, and there is something to read before the next.
+        """
         self.raise_if_lost()
         found = list(begun) or [unsampled(prompt.token_ids, prompt.prompt_id)] * samples
         todo = [i for i, answer in enumerate(found) if is_begun(answer)]
@@ -166,7 +182,7 @@ class FaultyEngine:
 
         self._asked(samples)
         try:
-            for _ in range(_CHUNKS_LEFT if begun else _CHUNKS):
+            for left in reversed(range(_CHUNKS_LEFT if begun else _CHUNKS)):
                 what = f"generate {prompt.prompt_id}"
                 await self._takes(self._s("tokens", 0.1, 2.0), self._deadlines.generate_s, what, may_be_aborted=True)
                 if is_aborted := self.is_leaving:
@@ -176,7 +192,13 @@ class FaultyEngine:
                 if self._failed_updates != failed_updates:
                     raise EngineDirty(f"{self._process.name}: a weight update failed while this request ran")
                 spans.append((self.version, self._weights()))
-                if not self.health.garbage and self.health.spoilt_updates < 0:
+                if has_turns and left:
+                    for i, one in enumerate(so_far("stop")):
+                        if i in todo:
+                            found[i] = with_more_to_read(one, reading_of(prompt.prompt_id, i, one.turns))
+                    spans.clear()
+                    tell(tuple(found))
+                elif not self.health.garbage and self.health.spoilt_updates < 0:
                     tell(so_far("abort"))
         finally:
             self._asked(-samples)
@@ -219,7 +241,7 @@ class FaultyEngine:
                 versions.append({"version": str(version), "start": i * each, "end": (i + 1) * each})
         meta = {"output_token_logprobs": logprobs, "weight_versions": versions, "finish_reason": {"type": ends}, "prompt_tokens": 3}
         answer = {"output_ids": ids, "meta_info": meta}
-        read = [*prompt.token_ids, *begun.response_ids]
+        read = [*begun.token_ids]
         return trajectory_of(answer, read, self._process.name, prompt_id=prompt.prompt_id)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -302,8 +324,9 @@ class SimulatedSampler:
 
     def have_no_successor(self) -> None: ...
 
-    def __init__(self, engine: FaultyEngine, samples: int, unscored: float, faults: Any) -> None:
-        self.engine, self._samples, self._unscored, self._faults = engine, samples, unscored, faults
+    def __init__(self, engine: FaultyEngine, samples: int, unscored: float, faults: Any, played: Collection[str] = ()) -> None:
+        """Args: played: names of tasks whose answers have turns."""
+        self.engine, self._samples, self._unscored, self._faults, self._played = engine, samples, unscored, faults, played
         self._under_way = dict[int, UnfinishedGroup]()
         self._turned = asyncio.Event()
 
@@ -325,7 +348,8 @@ class SimulatedSampler:
             self._turned.set()
 
         try:
-            answers = await self.engine.generate(prompt, self._samples, begun.answers if begun is not None else (), note)
+            has_turns, there = task_of(prompt.prompt_id) in self._played, begun.answers if begun is not None else ()
+            answers = await self.engine.generate(prompt, self._samples, there, note, has_turns=has_turns)
         finally:
             self._under_way.pop(group_id, None)
         if self.engine.is_leaving and any(map(is_begun, answers)):

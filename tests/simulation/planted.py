@@ -252,8 +252,8 @@ def a_checkpoint_forgets_groups_whose_tokens_are_lost() -> Iterator[None]:
     """They are neither among its finished groups nor among those to be sampled."""
     of = BookSnapshot.of
 
-    def forgetful(contents: BookContents, groups: Sequence[Any]) -> BookSnapshot:
-        snapshot, finished = of(contents, groups), {one.group_id for one in contents.finished}
+    def forgetful(contents: BookContents, *rest: Any) -> BookSnapshot:
+        snapshot, finished = of(contents, *rest), {one.group_id for one in contents.finished}
         return replace(snapshot, in_flight=tuple(ticket for ticket in snapshot.in_flight if ticket.group_id not in finished))
 
     with mock.patch.object(BookSnapshot, "of", forgetful):
@@ -277,6 +277,20 @@ def what_is_handed_back_is_as_good_as_finished() -> Iterator[None]:
             take(pool, worker, ticket, outcome, *rest)
 
     with mock.patch.object(RolloutPool, "_take", careless):
+        yield
+
+
+@contextmanager
+def a_checkpoint_forgets_what_was_read_between_turns() -> Iterator[None]:
+    """It has the turns themselves."""
+    of = BookSnapshot.of
+
+    def forgetful(contents: BookContents, *rest: Any) -> BookSnapshot:
+        snapshot = of(contents, *rest)
+        so_far = (replace(one, answers=tuple(replace(a, later=a.later[1:]) for a in one.answers)) for one in snapshot.so_far)
+        return replace(snapshot, so_far=tuple(so_far))
+
+    with mock.patch.object(BookSnapshot, "of", forgetful):
         yield
 
 
@@ -397,6 +411,7 @@ BUGS: tuple[Bug, ...] = (
     a_checkpoint_forgets_groups_whose_tokens_are_lost,
     a_continued_answer_is_of_the_version_that_ended_it,
     what_is_handed_back_is_as_good_as_finished,
+    a_checkpoint_forgets_what_was_read_between_turns,
     the_last_checkpoint_is_taken_on_trust,
     a_call_that_never_began_is_only_late,
     a_lost_call_is_one_failed_checkpoint_more,

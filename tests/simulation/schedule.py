@@ -209,6 +209,14 @@ _FIRST_UNHEARD = 10
 # there are other faults.
 _FAILED_RANKS = 16
 _FIRST_FAILED = 14
+# In one run of so many, from seed _FIRST_PLAYED on, the groups of every other prompt have turns.
+_PLAYED_RUNS = 8
+_FIRST_PLAYED = 3
+TWO_TASKS = (
+    'rollout.task=null rollout.reward=null rollout.tasks=[{"name":"asked","task":{"kind":"reasoning_gym","dataset":"a"},'
+    '"reward":{"kind":"exact_match"}},{"name":"played","task":{"kind":"reasoning_gym","dataset":"a"},"reward":{"kind":"environment"},'
+    '"environment":{"path":"a:B"}}]'
+)
 _LATE = (
     "generate_group",
     "update_weights",
@@ -256,6 +264,8 @@ def schedule_of(seed: int) -> FaultSchedule:
     if seed % _FAILED_RANKS == _FIRST_FAILED and faults:
         schedule = schedule.with_faults(sorted([*faults, _failed_rank(seed, until_s)], key=lambda fault: fault.at))
     schedule = replace(schedule, publish_every=chance.choice((1, 1, schedule.max_staleness + 1)), references=chance.random() < 0.7)
+    if seed % _PLAYED_RUNS == _FIRST_PLAYED:
+        schedule = replace(schedule, changes=TWO_TASKS)
     return _of_an_unheard_return(schedule) if seed % _RETURNS_UNHEARD == _FIRST_UNHEARD else schedule
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from evenkeel.rollout.prompt_place import task_of
-from evenkeel.rollout.trajectory import Prompt
+from evenkeel.rollout.trajectory import Group, Prompt, Trajectory, UnfinishedGroup
 from tests.simulation.engine import SimulatedSampler
 from tests.simulation.parts import SimulatedTask
 from tests.simulation.scenarios import PLAIN, Scenario, check
-from tests.simulation.schedule import Fault
+from tests.simulation.schedule import TWO_TASKS, Fault
 from tests.simulation.world import play
 
 MANY = range(1, 10_000)
@@ -316,11 +316,7 @@ def test_prompts_are_made_while_the_engines_are_at_work(monkeypatch: pytest.Monk
     assert sum(at < 500.0 for at in made) == 2 * places
 
 
-TWO_TASKS = (
-    'rollout.task=null rollout.reward=null rollout.slots=2 rollout.tasks=[{"name":"asked","task":{"kind":"reasoning_gym","dataset":"a"},'
-    '"reward":{"kind":"exact_match"}},{"name":"played","task":{"kind":"reasoning_gym","dataset":"a"},"reward":{"kind":"environment"},'
-    '"environment":{"path":"a:B"}}]'
-)
+SLOTS = f"{TWO_TASKS} rollout.slots=2"
 
 
 def test_groups_of_one_task_take_slots_though_another_one_is_played_in_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +335,7 @@ def test_groups_of_one_task_take_slots_though_another_one_is_played_in_an_enviro
             under_way[id(sampler), task] -= 1
 
     monkeypatch.setattr(SimulatedSampler, "group", counted)
-    check(Scenario((Fault(60.0, "kill_worker"),), {"groups_per_step": 16, "changes": TWO_TASKS, **GOOD_FOR}, lost=1))
+    check(Scenario((Fault(60.0, "kill_worker"),), {"groups_per_step": 16, "changes": SLOTS, **GOOD_FOR}, lost=1))
     assert most["asked"] == 2 and most["played"] >= 8
 
 
@@ -349,7 +345,7 @@ GOES_ON = r"group \d+ goes on from \d+ tokens: rollout worker \d+ was lost in th
 def test_rollouts_with_turns_of_a_worker_that_dies_go_on_from_there() -> None:
     """Also where the weights were taken back meanwhile: by the books of the world, no token is of other weights than it says."""
     faults = (*each("kill_worker", 60.0, 3, apart=40.0), Fault(200.0, "kill_learner"), Fault(230.0, "kill_worker"))
-    run = check(Scenario(faults, {"groups_per_step": 16, "changes": TWO_TASKS, "steps": 60}, lost=4, returns=1))
+    run = check(Scenario(faults, {"groups_per_step": 16, "changes": SLOTS, "steps": 60}, lost=4, returns=1))
     assert sum(bool(re.search(GOES_ON, line)) for line in run.trace) >= 4
 
 
@@ -361,5 +357,35 @@ def test_turns_of_weights_that_were_taken_back_are_forgotten(monkeypatch: pytest
         await (asyncio.sleep(3600.0) if asyncio.get_running_loop().time() > 98.0 else turned(sampler))
 
     monkeypatch.setattr(SimulatedSampler, "turned", silent_in_the_end)
-    shape = {"groups_per_step": 16, "changes": TWO_TASKS, "steps": 40}
+    shape = {"groups_per_step": 16, "changes": SLOTS, "steps": 40}
     check(Scenario((Fault(100.0, "kill_learner"), Fault(104.6, "kill_worker")), shape, lost=1, returns=1, told={GOES_ON: 0}))
+
+
+FROM_THE_CHECKPOINT = r"info: \d+ groups? under way go on from [1-9]\d* tokens of the checkpoint"
+
+
+def test_rollouts_with_turns_go_on_from_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a kill of the driver, another one, and a return in the same process. What the engine that takes a group up was given is the
+    beginning of what it answers; that this is trained, with the weights that sampled each token, and with what was read in between, whole
+    and once, the world's books say."""
+    gone_on, group = list[tuple[UnfinishedGroup, Group]](), SimulatedSampler.group
+
+    async def noted(sampler: SimulatedSampler, prompt: Prompt, *, begun: UnfinishedGroup | None = None, **how: Any) -> Any:
+        found = await group(sampler, prompt, begun=begun, **how)
+        if begun is not None and isinstance(found, Group):
+            gone_on.append((begun, found))
+        return found
+
+    def versions(one: Trajectory) -> list[int]:
+        return [span.version for span in one.version_spans for _ in range(span.start, span.end)]
+
+    monkeypatch.setattr(SimulatedSampler, "group", noted)
+    faults = Fault(60.0, "crash_driver"), Fault(100.0, "crash_driver"), Fault(140.0, "kill_learner")
+    shape = {"groups_per_step": 16, "changes": SLOTS, "steps": 40}
+    check(Scenario(faults, shape, drivers=3, returns=1, told={FROM_THE_CHECKPOINT: 3, GOES_ON: 0}))
+    assert len(gone_on) >= 3 and any(one.later for begun, _ in gone_on for one in begun.answers)
+    for begun, found in gone_on:
+        for one, whole in zip(begun.answers, found.trajectories, strict=True):
+            tokens = len(one.response_ids)
+            assert whole.response_ids[:tokens] == one.response_ids and whole.behavior_logprobs[:tokens] == one.behavior_logprobs
+            assert versions(whole)[:tokens] == versions(one) and whole.later[: len(one.later)] == one.later

@@ -21,7 +21,18 @@ from evenkeel.actors.groups.ledger import LedgerMark
 from evenkeel.correction.config import CorrectionConfig
 from evenkeel.correction.early_warning.monitor import Monitor
 from evenkeel.correction.errors import DataError
-from evenkeel.rollout.trajectory import FailureKind, FinishReason, KeptTokens, RoutedExperts, TopLogprobs, VersionSpan, ids_of, logprobs_of
+from evenkeel.rollout.trajectory import (
+    FailureKind,
+    FinishReason,
+    KeptTokens,
+    LaterReading,
+    RoutedExperts,
+    TopLogprobs,
+    UnfinishedGroup,
+    VersionSpan,
+    ids_of,
+    logprobs_of,
+)
 from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
 from tests.test_layers import ROOT, imports
 
@@ -108,7 +119,9 @@ def test_all_that_a_trajectory_may_have_comes_back(state: TrainingState, tmp_pat
     )
     wide = replace(empty, routed_experts=RoutedExperts(1, 1, array("h", [0, 300])))
     group = replace(first, trajectories=(answer, wide))
-    changed = replace(state, book=replace(state.book, finished=(group, *others)), totals={"a": np.float32(0.5)})  # type: ignore[dict-item]
+    so_far = UnfinishedGroup(5, (replace(answer, later=(LaterReading(1, ids_of([9, 8])),), branches=(answer,)), wide), 1.5)
+    book = replace(state.book, finished=(group, *others), so_far=(so_far,))
+    changed = replace(state, book=book, totals={"a": np.float32(0.5)})  # type: ignore[dict-item]
     changed.save(tmp_path)
     loaded = TrainingState.load(tmp_path)
     assert loaded == replace(changed, totals={"a": 0.5})

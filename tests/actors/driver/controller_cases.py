@@ -72,6 +72,9 @@ class SilentPool:
 
     def learner_waits(self, *_: Any) -> None: ...
 
+    def turns_so_far(self) -> list[Any]:
+        return []
+
     def last_progress(self) -> float:
         return 0.0
 

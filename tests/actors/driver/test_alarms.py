@@ -229,7 +229,7 @@ def test_the_controller_trains_with_the_rate_to_which_long_answers_have_brought_
     saved = trained(one, *[of_lengths(10, 40)] * 4)
     assert scales == [1.0, 1.0, 1.0, 0.5] and [line for line in recorder.told if "the learning rate is 0.5" in line]
     assert noted == [{"monitor/rate_scale": scale} for scale in scales]
-    one._source.saved = mock.AsyncMock(return_value=(None, None))
+    one._source.saved, one._pool = mock.AsyncMock(return_value=(None, None)), None
     one._by_disk, one._task = mock.AsyncMock(), SimpleNamespace(fingerprint="", state={})
     one._recorder.disk, one._recorder.totals = SimpleNamespace(result=lambda _: None), dict
     assert asyncio.run(one._training_state()).lengths == saved

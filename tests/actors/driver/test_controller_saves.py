@@ -14,6 +14,7 @@ from evenkeel.actors.carriers import StoredGroup
 from evenkeel.actors.driver.batches import _LAST_TOKENS_S
 from evenkeel.actors.driver.controller import Controller
 from evenkeel.actors.groups.ledger import imbalance_of
+from evenkeel.rollout.trajectory import UnfinishedGroup
 from tests.actors.cases import FakeActor, group, prompts, stored
 from tests.actors.driver.controller_cases import EventsRecorder, controller, nothing, source
 from tests.actors.simulated_time import simulate
@@ -37,13 +38,17 @@ class Service:
 
 
 async def run_with_groups(recorder: EventsRecorder) -> Controller:
-    """At a step's end: three groups are finished, of which one lies on a node that doesn't answer; a fourth is being sampled."""
+    """At a step's end: three groups are finished, of which one lies on a node that doesn't answer; a fourth is being sampled, of which one
+    worker has told, and what another one has told lies on that node."""
     run = controller(recorder)
     run._source, run._task = source(run, FakeActor(Service())), SimpleNamespace(fingerprint="0f", state={})  # type: ignore[assignment]
     run._source.monitor, book = KNOWN, run._source.book
-    finished = [group(ticket) for ticket in book.admit(prompts(0, 4), now=0.0)][:3]
+    *finished, begun = (group(ticket) for ticket in book.admit(prompts(0, 4), now=0.0))
     for one in (*stored(*finished[:2]), StoredGroup(finished[2].facts, OnADeadNode())):
         book.finish(one, now=0.0)
+    told = asyncio.get_running_loop().create_future()
+    told.set_result({3: UnfinishedGroup(3, begun.trajectories)})
+    run._pool.turns_so_far = lambda: [OnADeadNode(), told]  # type: ignore[method-assign]
     run._learner = SimpleNamespace(abort=nothing)  # type: ignore[assignment]
     recorder.totals = dict  # type: ignore[attr-defined]
     return run
@@ -66,6 +71,7 @@ def test_sigterm_leaves_tokens_seconds_and_asks_no_service(comes_at: float) -> N
         assert comes_at + _LAST_TOKENS_S <= loop.time() <= comes_at + _LAST_TOKENS_S + 1.0
         assert [one.group_id for one in state.book.finished] == [0, 1]
         assert [ticket.group_id for ticket in state.book.in_flight] == [2, 3], "a resume samples it again"
+        assert [one.group_id for one in state.book.so_far] == [3]
         assert imbalance_of(state.book, None) is None
         assert state.monitor == KNOWN
         said = "the tokens of 1 finished group can't be read: the checkpoint has their prompts, to be sampled again"

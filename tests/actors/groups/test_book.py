@@ -20,6 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.correction.errors import LedgerError
+from evenkeel.rollout.continuation import unsampled
+from evenkeel.rollout.trajectory import UnfinishedGroup, ids_of
 from tests.actors.cases import at_hand, group, prompt, prompts, snapshot_of
 
 
@@ -114,10 +116,19 @@ class BookLife(RuleBasedStateMachine):
             self.train()
             self.settle()
 
+    @precondition(lambda self: self.sampling)
+    @rule(which=st.integers(0, 11), tokens=st.integers(1, 3))
+    def hand_back(self, which: int, tokens: int) -> None:
+        """A worker leaves, or is lost: another one goes on from there, also after a restart."""
+        ticket = self.sampling[which % len(self.sampling)]
+        answer = replace(unsampled((1,), ticket.prompt.prompt_id), response_ids=ids_of(range(tokens)))
+        there = UnfinishedGroup(ticket.group_id, (answer,))
+        assert self.book.waits(ticket.group_id, so_far=there) and self.book.so_far(ticket.group_id) is there
+
     @precondition(lambda self: self.training is None)
     @rule()
     def restart(self) -> None:
-        """From a checkpoint of this moment: what was being sampled is sampled again, what was drawn is drawn again."""
+        """From a checkpoint of this moment: what was being sampled is sampled, from where it was; what was drawn is drawn again."""
         unpublished = self.book.version - self.book.published  # engines get the newest
         snapshot = pickle.loads(pickle.dumps(snapshot_of(self.book)))
         restored = GroupBook(**self.shape, dynamic_sampling=True, snapshot=snapshot)
@@ -148,6 +159,7 @@ class BookLife(RuleBasedStateMachine):
         held = [*(ticket.prompt.prompt_id for ticket in contents.tickets), *(one.prompt_id for one in contents.unreported)]
         assert sorted(held + self.gone) == sorted(self.admitted)
         assert contents.admitted == len(self.admitted)
+        assert {one.group_id for one in contents.so_far} <= {ticket.group_id for ticket in self.sampling}
         counts = self.book.counts()
         assert counts["in_flight"] + counts["finished"] + counts["drawn"] == len(contents.tickets)
 

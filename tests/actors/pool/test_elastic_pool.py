@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from evenkeel.actors.carriers import ScalingCause, Ticket
+from evenkeel.actors.carriers import ScalingCause
 from evenkeel.actors.pool.preemption import watch_nodes
 from evenkeel.actors.pool.workers import first_to_leave
 from evenkeel.actors.processes.pacing import Stopwatch
 from evenkeel.actors.processes.supervision import HALF_OVER, LongWait
 from evenkeel.rollout.config import AnswerSampling
-from evenkeel.rollout.trajectory import FinishReason, Trajectory, UnfinishedGroup, VersionSpan, ids_of, logprobs_of
 from tests.actors.cases import prompt
 from tests.actors.pool.elastic_scene import ElasticScene
 from tests.actors.simulated_time import simulate
@@ -380,15 +379,3 @@ def test_a_fixed_pool_does_not_follow_anything(monkeypatch: pytest.MonkeyPatch) 
         feeding.cancel()
 
     simulate(scenario)
-
-
-def test_what_is_handed_back_carries_versions_and_logprobs() -> None:
-    """The ticket of the next worker has all of it; the book's own ticket stays as it was."""
-    from evenkeel.actors.pool.dispatch import continuing
-
-    ticket = Ticket(5, prompt(5), 2)
-    logprobs = logprobs_of([-0.5, -0.25])
-    half = Trajectory("p", ids_of([1]), ids_of([7, 8]), logprobs, (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)), FinishReason.ABORT)
-    again = continuing(ticket, UnfinishedGroup(5, (half, half)))
-    assert (again.group_id, again.prompt, again.admitted_version) == (5, ticket.prompt, 2)
-    assert again.begun.answers == (half, half) and again.begun.tokens == 4
