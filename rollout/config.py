@@ -689,8 +689,9 @@ class RolloutConfig(PoolSizeConfig):
     """Share of a GPU that a worker asks for. Below 1, a learner's rank or another worker can use the same GPU. Not used on a CPU; must be 1
     with engine.tensor_parallel above 1."""
     slots: PositiveInt | None = None
-    """Most groups that a worker works on at once. Unset: twice as many as fit into max_running_requests, so that its batch stays full. With
-    an environment: most groups' answers in the engine; a rollout that waits for its environment takes no place."""
+    """Most groups that a worker works on at once. Unset: twice as many as fit into max_running_requests, so that its batch stays full, or
+    into agent.processes, if they are more. With an environment or an agent: most groups' answers in the engine, too, where a rollout that
+    waits for it takes no place; with an environment a worker works on as many as admission allows."""
     task: TaskConfig | None
     """Where the questions come from."""
     reward: RewardConfig | None
@@ -765,8 +766,9 @@ class RolloutConfig(PoolSizeConfig):
 
     @property
     def slots_per_worker(self) -> int:
-        """Most groups whose answers are in a worker's engine at a time."""
-        return self.slots or 2 * -(-self.engine.max_running_requests // self.sampling.samples_per_group)
+        """Most groups of a worker at a time whose answers are in its engine, or are played by programs; those in environments take none."""
+        programs = [entry.agent.processes for entry in self.entries if entry.agent is not None]
+        return self.slots or 2 * -(-max(self.engine.max_running_requests, *programs, 0) // self.sampling.samples_per_group)
 
     def with_context(self, model_context: int) -> Self:
         """These settings with the context of the engines decided. Args, Raises: as EngineConfig.with_context."""

@@ -673,8 +673,15 @@ _ROLLOUT = [
         part="kind",
         members=PoolFailure,
     ),
-    _gauge("pool/slots", _U.ONE, _R.SUM, "slots", "Groups that the workers whose engines are up may have under way at a time."),
+    _gauge(
+        "pool/slots",
+        _U.ONE,
+        _R.SUM,
+        "slots",
+        "Groups that the workers whose engines are up may have under way at a time, not counting those in environments.",
+    ),
     _gauge("pool/used_slots", _U.ONE, _R.SUM, "used slots", "Of these, those taken as the step's training ended."),
+    _gauge("pool/groups_without_slot", _U.ONE, _R.SUM, "groups in environments", "Groups under way by then that take no slot."),
     _gauge("pool/waiting_groups", _U.ONE, _R.LAST, "waiting groups", "Groups that no worker had taken by then."),
     _gauge(
         "pool/waiting_answers",

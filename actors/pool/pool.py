@@ -211,11 +211,12 @@ class RolloutPool:
         return len(joined), sum(self.is_current(w) for w in joined)
 
     def occupancy(self) -> dict[str, float]:
-        """Slots, those in use, and what waits for one, by metric name."""
+        """Slots, those in use, what takes none, and what waits for a worker, by metric name."""
         joined = list(self.joined())
         return {
             "pool/slots": len(joined) * self._config.slots_per_worker,
             "pool/used_slots": sum(len(worker.in_slots) for worker in joined),
+            "pool/groups_without_slot": sum(len(worker.groups) - len(worker.in_slots) for worker in joined),
             "pool/waiting_groups": self._work.groups,
             "pool/waiting_answers": self._work.answers,
         }
