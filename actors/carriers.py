@@ -91,6 +91,22 @@ class BegunTicket(Ticket):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTokens:
+    """What became of the tokens of a group that leaves the book: sampled = trained + discarded + lost."""
+
+    sampled: int = 0
+    """That engines have given for it. (What a worker that is killed had not told yet is not known.)"""
+    trained: int = 0
+    """In the packed batch."""
+    discarded: int = 0
+    """In answers that aren't trained."""
+    lost: int = 0
+    """In no answer any more: its tokens could not be read, or a rollout was begun again."""
+    read: int = 0
+    """Read between turns, in its answers."""
+
+
+@dataclass(frozen=True, slots=True)
 class DiscardedGroup:
     """A group that was thrown away."""
 
@@ -98,6 +114,7 @@ class DiscardedGroup:
     """What it was sampled for."""
     reason: DiscardReason
     """Why it is not trained on."""
+    tokens: GroupTokens = GroupTokens()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +199,8 @@ class PreparedBatch:
     """Seconds in which the ranks read its wide fields before they train on it; 0: there are none to read."""
     examples: tuple[Example, ...] = ()
     """An answer of each of the first groups."""
+    trained_tokens: tuple[int, ...] = ()
+    """Sampled tokens of each group, counted in the packed batch."""
 
     @property
     def group_ids(self) -> list[int]:
@@ -190,6 +209,21 @@ class PreparedBatch:
     @property
     def prompt_ids(self) -> list[str]:
         return [group.prompt_id for group in self.groups]
+
+    @property
+    def group_tokens(self) -> list[GroupTokens]:
+        """What becomes of the tokens of each group."""
+        there = {(place.group, place.answer) for place in self.places}
+        return [
+            GroupTokens(
+                sampled=group.response_tokens + group.lost_tokens,
+                trained=trained,
+                discarded=sum(one.response_tokens for answer, one in enumerate(group.trajectories) if (number, answer) not in there),
+                lost=group.lost_tokens,
+                read=sum(one.later_tokens for one in group.trajectories),
+            )
+            for number, (group, trained) in enumerate(zip(self.groups, self.trained_tokens, strict=True))
+        ]
 
     @property
     def trained(self) -> list[AnswerFacts]:

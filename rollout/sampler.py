@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,11 +207,12 @@ class Sampler:
         how: dict[str, Any] = {"temperature": settings.temperature, "truncation": settings, "topk": topk}
         spent_s = begun.generate_s if begun is not None else 0.0
         failed: EngineError | None = None
+        lost_tokens = begun.lost_tokens if begun is not None else 0
         if player.is_played:
             rollouts = [self._rollout(prompt, i, one, **how) for i, one in enumerate(answers or [None] * settings.samples_per_group)]
-            there = self._under_way[group_id] = _PlayedGroup(group_id, rollouts, began - spent_s)
+            there = self._under_way[group_id] = _PlayedGroup(group_id, rollouts, began - spent_s, begun)
             try:
-                sampled = await self._played(prompt, rollouts, between, **how)
+                sampled = await self._played(prompt, rollouts, between, there.sessions, **how)
             except EngineError as error:
                 sampled, failed = [one.trajectory for one in rollouts], error
                 if there.tokens <= sum(one.response_tokens for one in answers):
@@ -219,12 +220,13 @@ class Sampler:
             finally:
                 if self._under_way.get(group_id) is there:
                     del self._under_way[group_id]
+            lost_tokens = there.lost_tokens
         else:
             sampled = await self._sample(prompt, range(settings.samples_per_group), begun=answers, **how)
         sampled_at = time.monotonic()
         generate_s = sampled_at - began + spent_s
         if failed is not None or self._leaves(player, sampled):
-            return UnfinishedGroup(group_id, tuple(sampled), generate_s, failed)
+            return UnfinishedGroup(group_id, tuple(sampled), generate_s, failed, lost_tokens)
         self._has_worked = True
         return Group(
             group_id=group_id,
@@ -233,6 +235,7 @@ class Sampler:
             admitted_version=admitted_version,
             generate_s=generate_s,
             reward_s=time.monotonic() - sampled_at,
+            lost_tokens=lost_tokens,
         )
 
     async def answer(self, prompt: Prompt, how: AnswerSampling) -> tuple[Trajectory, ...]:
@@ -243,7 +246,7 @@ class Sampler:
         asked: dict[str, Any] = {"temperature": how.temperature, "truncation": how, "is_trained": False}
         player = self._player(prompt)
         if player.is_played:
-            sampled = await self._played(prompt, [self._rollout(prompt, i, None, **asked) for i in range(how.samples)], None, **asked)
+            sampled = await self._played(prompt, [self._rollout(prompt, i, None, **asked) for i in range(how.samples)], None, [], **asked)
         else:
             sampled = await self._sample(prompt, range(how.samples), **asked)
         if self._leaves(player, sampled):
@@ -265,9 +268,20 @@ class Sampler:
         return {group_id: one.so_far for group_id, one in found.items() if one.tokens}
 
     async def _played(
-        self, prompt: Prompt, rollouts: Sequence[PlayedRollout | AgentRollout], between: Between | None, **how: Any
+        self,
+        prompt: Prompt,
+        rollouts: Sequence[PlayedRollout | AgentRollout],
+        between: Between | None,
+        sessions: list[Session],
+        **how: Any,
     ) -> list[Trajectory]:
-        """Rollouts in environments, or by agents. Args: how: see _sample. Raises: as RolloutEngine.generate, but DataError."""
+        """Rollouts in environments, or by agents.
+
+        Args:
+            sessions: takes each that is opened.
+            how: see _sample.
+        Raises: as RolloutEngine.generate, but DataError.
+        """
         shared: dict[bytes, asyncio.Task[None]] = {}
 
         async def session(number: int, so_far: Trajectory, line: int) -> Session:
@@ -277,7 +291,8 @@ class Sampler:
                     shared[key] = asyncio.create_task(self.engine.read(so_far.prompt_ids))
                 with contextlib.suppress(EngineError):  # of one that is lost the first turn will say so, too
                     await asyncio.shield(shared[key])
-            return self.session(prompt, number, so_far, between, line=line, **how)
+            sessions.append(self.session(prompt, number, so_far, between, line=line, **how))
+            return sessions[-1]
 
         self._rollouts.update(rollouts)
         tasks = [asyncio.create_task(one.play(partial(session, number))) for number, one in enumerate(rollouts)]
@@ -455,6 +470,10 @@ class _PlayedGroup:
     rollouts: Sequence[PlayedRollout | AgentRollout]
     began: float
     """time.monotonic(), less what other engines have spent on it."""
+    begun: UnfinishedGroup | None
+    """What there was of it."""
+    sessions: list[Session] = field(default_factory=list)
+    """All that were opened for it, those that were given up included."""
 
     @property
     def tokens(self) -> int:
@@ -463,7 +482,14 @@ class _PlayedGroup:
 
     @property
     def so_far(self) -> UnfinishedGroup:
-        return UnfinishedGroup(self.group_id, tuple(one.trajectory for one in self.rollouts), time.monotonic() - self.began)
+        answers = tuple(one.trajectory for one in self.rollouts)
+        return UnfinishedGroup(self.group_id, answers, time.monotonic() - self.began, lost_tokens=self.lost_tokens)
+
+    @property
+    def lost_tokens(self) -> int:
+        """Sampled so far, and in no answer."""
+        before = self.begun.tokens + self.begun.lost_tokens if self.begun is not None else 0
+        return before + sum(one.sampled_tokens for one in self.sessions) - self.tokens
 
 
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:

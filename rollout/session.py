@@ -35,6 +35,8 @@ class Session:
         self._go_on, self._lengths = go_on, lengths
         self._longest = min(max_tokens, lengths.together - len(begun.prompt_ids))
         self._is_sampling = False
+        self.sampled_tokens = 0
+        """That the engine has given it."""
 
     async def sample(self, suffix_ids: Sequence[int] = (), *, max_tokens: int | None = None) -> Segment | None:
         """Have the model read more, and sample the next turn; or go on with a turn that was begun.
@@ -63,6 +65,7 @@ class Session:
         longest = self._longest if max_tokens is None else min(self._longest, there + max(1, max_tokens - of_turn))
         try:
             self.trajectory = await self._go_on(begun, longest)
+            self.sampled_tokens += len(self.trajectory.response_ids) - len(begun.response_ids)
         finally:
             self._is_sampling = False
         *_, last = self.trajectory.segments

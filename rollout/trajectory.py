@@ -426,6 +426,7 @@ class GroupFacts(_Answers[AnswerFacts]):
     reward_s: float = 0.0
     wide_bytes: int = 0
     """Bytes of its wide fields, if these are sent as an object of their own; otherwise 0."""
+    lost_tokens: int = 0
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Pickle as plain tuples: facts cross three processes, and each dataclass in them would be pickled by slow Python code."""
@@ -433,7 +434,7 @@ class GroupFacts(_Answers[AnswerFacts]):
             (tokens, [(span.version, span.start, span.end) for span in spans], *others)
             for tokens, spans, *others in map(_facts_of, self.trajectories)
         ]
-        rest = self.admitted_version, self.generate_s, self.reward_s, self.wide_bytes
+        rest = self.admitted_version, self.generate_s, self.reward_s, self.wide_bytes, self.lost_tokens
         return _group_facts, (self.group_id, self.prompt_id, answers, *rest)
 
 
@@ -459,6 +460,8 @@ class Group(_Answers[Trajectory]):
     """Seconds from the first request to the last answer."""
     reward_s: float = 0.0
     """Seconds from the last answer to the last reward."""
+    lost_tokens: int = 0
+    """Tokens that engines have given for it, and that are in none of its answers: rollouts that were begun again."""
 
     @property
     def prompt_id(self) -> str:
@@ -479,7 +482,8 @@ class Group(_Answers[Trajectory]):
     @property
     def facts(self) -> GroupFacts:
         answers = tuple(one.facts for one in self.trajectories)
-        return GroupFacts(self.group_id, self.prompt_id, answers, self.admitted_version, self.generate_s, self.reward_s)
+        times = self.generate_s, self.reward_s
+        return GroupFacts(self.group_id, self.prompt_id, answers, self.admitted_version, *times, lost_tokens=self.lost_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,6 +510,8 @@ class UnfinishedGroup:
     """Spent on them so far."""
     failed: EngineError | None = None
     """What the engine failed with, if that is why they are unfinished."""
+    lost_tokens: int = 0
+    """As of Group."""
 
     @property
     def tokens(self) -> int:

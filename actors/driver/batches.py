@@ -86,9 +86,8 @@ class BatchSource:
         opening = partial(open_ledger, folder.path / "ledger.jsonl", point.state, recorder.event, recorder.disk.do)
         source = cls(config, point, await by_disk(recorder.disk.result(opening), "the ledger's checksum"), recorder)
         source.ledger.compare(contents := source.book.contents())
-        if contents.so_far:
-            tokens = sum(one.tokens for one in contents.so_far)
-            recorder.event("info", f"{counted(len(contents.so_far), 'group')} under way go on from {tokens} tokens of the checkpoint")
+        if begun := [one.tokens for one in contents.so_far if one.tokens]:
+            recorder.event("info", f"{counted(len(begun), 'group')} under way go on from {sum(begun)} tokens of the checkpoint")
         return source
 
     @property
@@ -239,7 +238,8 @@ class BatchSource:
         Raises: LedgerError if the book has lost or doubled a prompt.
         """
         discarded = self.book.settle(version, published, batch.group_ids, now=time.monotonic())
-        self.ledger.settle(step, trained=batch.prompt_ids, discarded=discarded, contents=self.book.contents())
+        tokens = dict(zip(batch.prompt_ids, batch.group_tokens, strict=True))
+        self.ledger.settle(step, trained=batch.prompt_ids, discarded=discarded, contents=self.book.contents(), tokens=tokens)
         self._recorder.note(self.book.delays.read())
         return self.book.counts(), discarded
 

@@ -30,7 +30,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket
+from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, GroupTokens, StoredGroup, Ticket
 from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.correction.errors import LedgerError
 from evenkeel.rollout.trajectory import GroupFacts, Prompt, UnfinishedGroup
@@ -89,6 +89,16 @@ class Entry:
     attempts: Attempts = field(default_factory=Attempts)
     so_far: UnfinishedGroup | None = None
     """What a worker has handed back of it, or had when it was lost, or a checkpoint has: the next worker goes on from it."""
+
+
+def _tokens_of(entry: Entry) -> GroupTokens:
+    """What becomes of the tokens of a group that is discarded."""
+    there = entry.so_far if entry.group is None else entry.group.facts
+    if there is None:
+        return GroupTokens()
+    answers = there.answers if isinstance(there, UnfinishedGroup) else there.trajectories
+    tokens, read = (sum(getattr(one, name) for one in answers) for name in ("response_tokens", "later_tokens"))
+    return GroupTokens(tokens + there.lost_tokens, discarded=tokens, lost=there.lost_tokens, read=read)
 
 
 def discard_reason(group: GroupFacts, *, dynamic_sampling: bool, by_turn: bool = False) -> DiscardReason | None:
@@ -230,8 +240,8 @@ class GroupBook:
         """Discard a group that nobody could sample. False, and nothing changes, if it is finished or gone."""
         if (entry := self._sampled(group_id)) is None:
             return False
-        self._close(entry)
         self._discard(entry, reason)
+        self._close(entry)
         self._changed()
         return True
 
@@ -362,6 +372,9 @@ class GroupBook:
         for group_id in group_ids:
             entry = self._drawn(group_id, "lost")
             self._undraw(entry, GroupState.WAITING)
+            assert entry.group is not None
+            facts = entry.group.facts
+            entry.so_far = UnfinishedGroup(group_id, (), lost_tokens=facts.response_tokens + facts.lost_tokens)
             entry.group, entry.finished_at = None, None
             entry.losses += 1
             self._lost.append(group_id)
@@ -455,7 +468,7 @@ class GroupBook:
     def _discard(self, entry: Entry, reason: DiscardReason) -> None:
         self._release(entry)
         self.discarded_by_reason[reason] += 1
-        self.unreported.append(DiscardedGroup(entry.ticket.prompt.prompt_id, reason))
+        self.unreported.append(DiscardedGroup(entry.ticket.prompt.prompt_id, reason, _tokens_of(entry)))
 
     def _release(self, entry: Entry) -> None:
         """Take an entry out of the book and its counts."""

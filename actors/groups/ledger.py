@@ -2,7 +2,11 @@
 
     handed out = trained + discarded + under way        lines of ledger.jsonl = trained + discarded
 
-One line of ledger.jsonl for each prompt that has left the book, with what became of it. Memory holds the ids of the prompts that are
+One line of ledger.jsonl for each prompt that has left the book, with what became of it, and of its tokens:
+
+    sampled = trained + discarded + lost                that workers were given by engines; that the service has in the batch; others
+
+Memory holds the ids of the prompts that are
 taken from the data and have no line yet, and of the others counts alone, so that it doesn't grow with the run. The book is compared with
 them id by id, and the discarded ones reason by reason, at every step, checkpoint and resume; a prompt that was lost, doubled or used before
 is an error that names it. Prompts come in the order of their ids (epoch, position), so that one that comes again is known without those
@@ -20,10 +24,11 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
-from evenkeel.actors.carriers import DiscardedGroup
+from evenkeel.actors.carriers import DiscardedGroup, GroupTokens
 from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.actors.json_lines import append_whole
 from evenkeel.correction.errors import LedgerError
@@ -122,12 +127,21 @@ class Ledger:
             self._admitted += 1
             self._mark = replace(self._mark, last=last | {task: prompt_id})
 
-    def settle(self, step: int, *, trained: Sequence[str], discarded: Sequence[DiscardedGroup], contents: BookContents) -> None:
+    def settle(
+        self,
+        step: int,
+        *,
+        trained: Sequence[str],
+        discarded: Sequence[DiscardedGroup],
+        contents: BookContents,
+        tokens: Mapping[str, GroupTokens] = MappingProxyType({}),
+    ) -> None:
         """Write down the prompts that a step trained and those given up since the last one, and compare the book with them.
 
         Args:
             discarded: since the last call.
             contents: of the book after that.
+            tokens: of those that were trained, by prompt.
         Raises: LedgerError naming the prompts that the books don't agree on; nothing is written then.
         """
         outcomes = [*((prompt_id, TRAINED) for prompt_id in trained), *((group.prompt_id, str(group.reason)) for group in discarded)]
@@ -136,7 +150,11 @@ class Ledger:
         self._refuse(where, "left twice, or never handed out", strange)
         by_reason = self._discarded + Counter(str(group.reason) for group in discarded)
         self._compare(where, contents, self._open - left.keys(), self._trained + len(trained), by_reason)
-        self._write([{"step": step, "prompt_id": prompt_id, "outcome": outcome} for prompt_id, outcome in outcomes])
+        accounts = {**tokens, **{group.prompt_id: group.tokens for group in discarded}}
+        for prompt_id, one in accounts.items():
+            if one.sampled != one.trained + one.discarded + one.lost:
+                raise LedgerError(f"{where}: out of balance: the tokens of {prompt_id}: {one}")
+        self._write([{"step": step, "prompt_id": one, "outcome": outcome} | _as_line(accounts.get(one)) for one, outcome in outcomes])
         self._open -= left.keys()
         self._trained, self._discarded = self._trained + len(trained), by_reason
 
@@ -198,6 +216,11 @@ class Ledger:
     def _refuse(self, where: str, what: str, prompt_ids: Iterable[str]) -> None:
         if named := sorted(prompt_ids, key=lambda prompt_id: (_order(prompt_id), prompt_id)):
             raise LedgerError(f"{where}: out of balance: {listed(named)} {what}")
+
+
+def _as_line(tokens: GroupTokens | None) -> dict[str, int]:
+    """What a line says of tokens; what is 0 is left out."""
+    return {} if tokens is None else {name: count for name, count in asdict(tokens).items() if count}
 
 
 def outstanding_ids(book: BookSnapshot) -> list[str]:

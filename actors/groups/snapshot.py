@@ -58,7 +58,7 @@ class BookSnapshot:
         """
         at_hand = {group.group_id for group in groups}
         in_flight = tuple(ticket for ticket in contents.tickets if ticket.group_id not in at_hand)
-        so_far = {one.group_id: one for one in sorted([*contents.so_far, *told], key=lambda one: one.tokens) if one.tokens}
+        so_far = {one.group_id: one for one in sorted([*contents.so_far, *told], key=lambda one: one.tokens)}
         return cls(
             version=contents.version,
             admitted=contents.admitted,

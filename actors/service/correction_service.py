@@ -247,6 +247,7 @@ class CorrectionService(HeartbeatActor):
             correct_s=correct_s,
             fetch_s=fetch_s,
             examples=tuple(Example(group.prompt, group.example.text) for group in shown),
+            trained_tokens=_tokens_of_groups(packed, len(group_ids)),
         )
 
     def _shown(self, group_ids: Sequence[int], packed: Packed) -> dict[int, ShownAnswer]:
@@ -465,3 +466,12 @@ def _put_in_place(batch: PackedBatch, chunks: Sequence[tuple[Sequence[int], dict
                 whole.setdefault(name, values.new_zeros(batch.num_tokens, *values.shape[1:]))[index] = values
     wide = tuple(places) if any(place.sources for place in places) else None
     return replace(batch, **whole, wide=wide)
+
+
+def _tokens_of_groups(packed: Packed, groups: int) -> tuple[int, ...]:
+    """Sampled tokens of each group of a batch, by the batch's own mask."""
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), packed.batch.loss_mask.cumsum(0)])[packed.batch.offsets]
+    found = [0] * groups
+    for place, tokens in zip(packed.places, before.diff().tolist(), strict=True):
+        found[place.group] += tokens
+    return tuple(found)

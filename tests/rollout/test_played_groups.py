@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from evenkeel.rollout.environments.environments import EnvironmentPool
 from evenkeel.rollout.rewards.rewards import RewardPool
 from evenkeel.rollout.sampler import Player, Sampler
 from evenkeel.rollout.tasks.chat import ChatEncoder
-from evenkeel.rollout.trajectory import FinishReason, Group, Prompt, Trajectory, UnfinishedGroup
+from evenkeel.rollout.trajectory import FinishReason, Group, Prompt, Trajectory, UnfinishedGroup, ids_of
 from tests.conftest import BackgroundLoop
 from tests.rollout.engine_scene import TOLERANCE, buckets_of
 from tests.rollout.hf_reference import hf_model, largest_difference, perturbed, tiny_weights
@@ -174,10 +175,33 @@ def test_rollouts_under_way_go_on_with_another_engine(
 
     left, group = engine_loop.run(run())
     assert isinstance(left, UnfinishedGroup) and isinstance(group, Group)
+    assert left.lost_tokens == group.lost_tokens == 0
     assert left.tokens > 0 and any(1 < one.turns < 4 for one in left.answers)
     for before, one in zip(left.answers, group.trajectories, strict=True):
         assert one.token_ids[: len(before.token_ids)] == before.token_ids or not before.response_ids
     check(group.trajectories, {engine.version: hf_model(tiny_model)}, encoder)
+
+
+def test_tokens_of_rollouts_that_are_begun_again_are_counted_as_lost(
+    start: Callable[[], Sampler], engine_loop: BackgroundLoop, tmp_path: Path
+) -> None:
+    """The environments answer otherwise than what there was of the rollouts says."""
+
+    async def run() -> tuple[UnfinishedGroup, Group | UnfinishedGroup]:
+        first, second = start(), start()
+        playing = asyncio.ensure_future(first.group(PROMPT, group_id=1, admitted_version=0))
+        while not (tmp_path / "turn 1").exists():
+            await first.turned()
+        there = first.so_far([1])[1]
+        playing.cancel()
+        await asyncio.wait({playing})
+        others = (tuple(replace(reading, ids=reading.ids + ids_of([5])) for reading in one.later) for one in there.answers)
+        begun = replace(there, answers=tuple(replace(one, later=later) for one, later in zip(there.answers, others, strict=True)))
+        return begun, await second.group(PROMPT, group_id=1, admitted_version=0, begun=begun)
+
+    begun, group = engine_loop.run(run())
+    assert isinstance(group, Group)
+    assert group.lost_tokens == sum(one.response_tokens for one in begun.answers if one.later) > 0
 
 
 @pytest.mark.slow

@@ -25,8 +25,10 @@ class ViolationError(AssertionError):
 class Books:
     """The simulation's own account of a run, through all crashes and resumes."""
 
-    def __init__(self, *, max_staleness: int, groups_per_step: int, dynamic_sampling: bool = False) -> None:
-        self._dynamic_sampling = dynamic_sampling
+    def __init__(self, *, max_staleness: int, groups_per_step: int, dynamic_sampling: bool = False, is_disturbed: bool = True) -> None:
+        self._dynamic_sampling, self._is_disturbed = dynamic_sampling, is_disturbed
+        # By position of a prompt: tokens that engines have sampled for it, ever; and those that the learner got of it last.
+        self._given, self._got = Counter[int](), Counter[int]()
         # By position of a prompt that was sampled: what makes its answers not worth training; empty: nothing.
         self._worth: dict[int, str] = {}
         # Positions of prompts that the run has said that it gives up.
@@ -111,6 +113,27 @@ class Books:
             if self._unreadable and any(group.payload is payload for payload in self._unreadable) and self._losses(group.group_id):
                 self.refuse(f"group {group.group_id} is drawn again, though the driver knows that its tokens are lost")
 
+    # -- tokens ------------------------------------------------------------------------------------------------------
+
+    def are_given(self, prompt_id: str, tokens: int) -> None:
+        """An engine has sampled so many for a prompt."""
+        if "held_out" not in prompt_id:
+            self._given[int(prompt_id.rpartition("/")[2])] += tokens
+
+    def _check_tokens(self, ledger: bytes) -> None:
+        """Each line balances; what it calls trained the learner had, and what it calls sampled was. Without faults that is all that was."""
+        for line in ledger.splitlines():
+            record = json.loads(line)
+            position = int(record["prompt_id"].rpartition("/")[2])
+            sampled, trained, *others = (record.get(name, 0) for name in ("sampled", "trained", "discarded", "lost"))
+            if sampled != trained + sum(others):
+                self.refuse(f"tokens don't balance: {record}")
+            if trained != (self._got[position] if record["outcome"] == "trained" else 0):
+                self.refuse(f"the learner got {self._got[position]} tokens of prompt {position}, and the ledger says {record}")
+            given = self._given[position]
+            if sampled > given or (sampled < given and not self._is_disturbed):
+                self.refuse(f"{given} tokens were sampled for prompt {position}, and the ledger says {record}")
+
     # -- training ----------------------------------------------------------------------------------------------------
 
     def trains(self, weights: Weights, batch: PackedBatch) -> None:
@@ -124,6 +147,9 @@ class Books:
         of_groups = Counter(group for group, _ in set(zip(batch.group_ids.tolist(), rollouts, strict=True)))
         if others := {group: count for group, count in of_groups.items() if count != SAMPLES}:
             self.refuse(f"groups with another number of rollouts than {SAMPLES}, by id: {others}; a branch is none of its own")
+        sequences = zip(batch.group_ids.tolist(), pairwise(batch.offsets.tolist()), strict=True)
+        got = Counter(group for group, (start, end) in sequences for sampled in batch.loss_mask[start:end].tolist() if sampled)
+        self._got.update({group: got[group] - self._got[group] for group in groups})
         lineage = (*weights.ancestors, weights.name)
         tokens = zip(batch.token_ids.tolist(), batch.weight_versions.tolist(), batch.loss_mask.tolist(), strict=True)
         for token, version, is_response in tokens:
@@ -192,6 +218,7 @@ class Books:
         assert self.weights is not None
         trained, discarded = read_ledger(ledger)
         self._check_reasons(ledger)
+        self._check_tokens(ledger)
         known = set(self.weights.trained)
         if trained != known:
             extra, lacking = _told(trained - known), _told(known - trained)

@@ -26,6 +26,7 @@ from evenkeel.actors.record import disk_writer
 from evenkeel.correction.early_warning.monitor import Event, State
 from evenkeel.rollout.rewards.rewards import RewardError
 from tests.simulation import parts
+from tests.simulation.books import Books
 from tests.simulation.disk import Disk, SimulatedFileThread
 from tests.simulation.engine import FaultyEngine, SimulatedSampler
 from tests.simulation.faults import Faults
@@ -34,7 +35,7 @@ from tests.simulation.schedule import FaultSchedule
 
 
 @contextlib.contextmanager
-def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[None]:
+def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults, books: Books) -> Iterator[None]:
     service, worker = evenkeel.actors.service.correction_service, evenkeel.actors.pool.rollout_worker
     payloads = evenkeel.actors.groups.tokens
     nothing: Callable[..., Any] = lambda *_, **__: None  # noqa: E731
@@ -43,7 +44,7 @@ def doubles(schedule: FaultSchedule, disk: Disk, faults: Faults) -> Iterator[Non
     endpoint = lambda *_, **__: does_nothing  # noqa: E731
     with contextlib.ExitStack() as stack:
         for place, name, double in (
-            (worker.Sampler, "start", partial(_start_sampler, schedule, faults)),
+            (worker.Sampler, "start", partial(_start_sampler, schedule, faults, books)),
             (worker, "MetricsEndpoint", endpoint),
             (service, "MetricsEndpoint", endpoint),
             (service, "token_sample", nothing),  # of tensors that nobody computes here
@@ -86,7 +87,7 @@ async def _observed(service: Any, faults: Faults, observe: Callable[..., Any], s
 
 
 async def _start_sampler(
-    schedule: FaultSchedule, faults: Faults, model: Path, config: Any, *, version: int = 0, **_: Any
+    schedule: FaultSchedule, faults: Faults, books: Books, model: Path, config: Any, *, version: int = 0, **_: Any
 ) -> SimulatedSampler:
     """Raises: RewardError while no answer can be scored, in a run that has had scores. (A new one's start is refused then.)"""
     process = HERE.get()
@@ -95,7 +96,7 @@ async def _start_sampler(
         await asyncio.sleep(process.cluster.delay(f"{process.name} sample", 0.5, 10.0))
         raise RewardError("rollout.reward (exact_match): the reward took longer than its deadline", is_set_up=True)
     await faults.befalls_start()
-    engine = FaultyEngine(process, config, version)
+    engine = FaultyEngine(process, config, version, books.are_given)
     await asyncio.sleep(process.cluster.delay(f"{process.name} engine", 1.0, 8.0))
     played = {entry.name for entry in config.entries if entry.environment is not None}
     return SimulatedSampler(engine, config.sampling.samples_per_group, schedule.unscored, faults, played)

@@ -32,7 +32,7 @@ _CHUNKS = 3
 _CHUNKS_LEFT = 2
 _LONGEST = 1000
 READ = 1_000_000
-"""Least id of a token that is read between two turns; no weights have such a name."""
+"""Id of a token that is read between two turns, or of its first one at least."""
 # Of the model; each is a bucket of its own.
 _TENSORS = ("a", "b", "c")
 
@@ -55,6 +55,11 @@ def pieces_of(weights: int) -> list[Piece]:
 def checksums_of_weights(weights: int) -> WeightChecksums:
     by_name = {tensor: f"{weights}-{tensor}" for tensor in _TENSORS}
     return WeightChecksums(ray.put(by_name), digest_of(by_name))
+
+
+def _at_a_time(prompt_id: str, index: int) -> int:
+    """Tokens of a part of an answer."""
+    return 1 + zlib.crc32(f"{prompt_id}/{index}".encode()) % 3
 
 
 def reading_of(prompt_id: str, index: int, turn: int) -> list[int]:
@@ -99,8 +104,9 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 class FaultyEngine:
-    def __init__(self, process: Process, config: RolloutConfig, version: int) -> None:
-        self._process, self._deadlines = process, config.engine.deadlines
+    def __init__(self, process: Process, config: RolloutConfig, version: int, given: Callable[[str, int], None]) -> None:
+        """Args: given: takes a prompt's id, and how many tokens were sampled for it just now."""
+        self.given, self._process, self._deadlines = given, process, config.engine.deadlines
         self.health = Health()
         self.version = version
         self.held: dict[str, int] = dict.fromkeys(_TENSORS, -1)
@@ -192,6 +198,7 @@ class FaultyEngine:
                 if self._failed_updates != failed_updates:
                     raise EngineDirty(f"{self._process.name}: a weight update failed while this request ran")
                 spans.append((self.version, self._weights()))
+                self.given(prompt.prompt_id, sum(_at_a_time(prompt.prompt_id, i) for i in todo))
                 if has_turns and left:
                     for i, one in enumerate(so_far("stop")):
                         if i in todo:
@@ -227,7 +234,7 @@ class FaultyEngine:
 
     def _answer(self, prompt: Prompt, index: int, spans: Sequence[tuple[int, int]], ends: str, begun: Trajectory) -> Trajectory:
         """From an answer in SGLang's form, to what there is of it. Raises: EngineError for one that is none."""
-        each = 1 + zlib.crc32(f"{prompt.prompt_id}/{index}".encode()) % 3
+        each = _at_a_time(prompt.prompt_id, index)
         ids = [weights for _, weights in spans for _ in range(each)]
         logprobs: list[list[Any]] = [[-1.0, token, None] for token in ids]
         if (self.health.garbage > 0 or self.health.spoilt_updates >= 0) and ids:
@@ -343,8 +350,10 @@ class SimulatedSampler:
     ) -> Group | UnfinishedGroup:
         await self._faults.befalls_sampling(prompt.prompt_id)
 
+        lost_tokens = begun.lost_tokens if begun is not None else 0
+
         def note(answers: tuple[Trajectory, ...]) -> None:
-            self._under_way[group_id] = UnfinishedGroup(group_id, answers)
+            self._under_way[group_id] = UnfinishedGroup(group_id, answers, lost_tokens=lost_tokens)
             self._turned.set()
 
         try:
@@ -353,9 +362,10 @@ class SimulatedSampler:
         finally:
             self._under_way.pop(group_id, None)
         if self.engine.is_leaving and any(map(is_begun, answers)):
-            return UnfinishedGroup(group_id, answers)
+            return UnfinishedGroup(group_id, answers, lost_tokens=lost_tokens)
         scored = tuple(self._scored(answer, prompt, index) for index, answer in enumerate(answers))
-        return Group(group_id, prompt, scored, admitted_version)
+        self.engine.given(prompt.prompt_id, sum(branch.response_tokens for one in scored for branch in one.branches))
+        return Group(group_id, prompt, scored, admitted_version, lost_tokens=lost_tokens)
 
     async def turned(self) -> None:
         await self._turned.wait()

@@ -25,6 +25,7 @@ from evenkeel.actors.pool.rollout_worker import RolloutWorker
 from evenkeel.actors.ranks import collective_calls
 from evenkeel.actors.ranks.collective_calls import CollectiveCaller
 from evenkeel.actors.record.disk_writer import DiskWriter
+from evenkeel.actors.service import correction_service
 from evenkeel.actors.weights.weight_sync import PublishedVersions, WeightSync
 from evenkeel.correction.errors import LedgerError
 from evenkeel.rollout import continuation
@@ -295,6 +296,21 @@ def a_checkpoint_forgets_what_was_read_between_turns() -> Iterator[None]:
 
 
 @contextmanager
+def the_last_token_of_a_batch_is_masked() -> Iterator[None]:
+    """Somebody takes it for padding."""
+    pack = correction_service.pack_groups
+
+    def careless(*groups: Any, **how: Any) -> Any:
+        packed = pack(*groups, **how)
+        mask = packed.batch.loss_mask.clone()
+        mask[-1] = False
+        return replace(packed, batch=replace(packed.batch, loss_mask=mask))
+
+    with mock.patch.object(correction_service, "pack_groups", careless):
+        yield
+
+
+@contextmanager
 def the_last_checkpoint_is_taken_on_trust() -> Iterator[None]:
     """A resume reads it without comparing files with the manifest."""
     with mock.patch.object(checkpoint_reader, "_verify", lambda *_: []):
@@ -412,6 +428,7 @@ BUGS: tuple[Bug, ...] = (
     a_continued_answer_is_of_the_version_that_ended_it,
     what_is_handed_back_is_as_good_as_finished,
     a_checkpoint_forgets_what_was_read_between_turns,
+    the_last_token_of_a_batch_is_masked,
     the_last_checkpoint_is_taken_on_trust,
     a_call_that_never_began_is_only_late,
     a_lost_call_is_one_failed_checkpoint_more,

@@ -211,7 +211,7 @@ _FAILED_RANKS = 16
 _FIRST_FAILED = 14
 # In one run of so many, from seed _FIRST_PLAYED on, the groups of every other prompt have turns.
 _PLAYED_RUNS = 8
-_FIRST_PLAYED = 3
+_FIRST_PLAYED = 5
 TWO_TASKS = (
     'rollout.task=null rollout.reward=null rollout.tasks=[{"name":"asked","task":{"kind":"reasoning_gym","dataset":"a"},'
     '"reward":{"kind":"exact_match"}},{"name":"played","task":{"kind":"reasoning_gym","dataset":"a"},"reward":{"kind":"environment"},'

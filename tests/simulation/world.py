@@ -72,7 +72,10 @@ class World:
         self.schedule, self._root = schedule, root
         config = schedule.config
         self.books = Books(
-            max_staleness=config.max_staleness, groups_per_step=config.groups_per_step, dynamic_sampling=config.dynamic_sampling
+            max_staleness=config.max_staleness,
+            groups_per_step=config.groups_per_step,
+            dynamic_sampling=config.dynamic_sampling,
+            is_disturbed=bool(schedule.faults),
         )
         self._clock = Clock()
         self.disk = Disk(self._clock.time)
@@ -205,7 +208,7 @@ class World:
         logger.setLevel(logging.CRITICAL + 1)
         torch.set_num_threads(1)  # its batches are of a few tokens
         try:
-            to_thread, edges = in_thread(self.disk, lambda: HERE.get() is None), doubles(self.schedule, self.disk, self.faults)
+            to_thread, edges = in_thread(self.disk, lambda: HERE.get() is None), doubles(self.schedule, self.disk, self.faults, self.books)
             with installed(self._clock, self.schedule.seed, to_thread), self.disk.in_place(self._root), edges:
                 self._play()
         except (ViolationError, NothingLeftError) as error:

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, Ticket
+from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, GroupTokens, Ticket
 from evenkeel.actors.groups import ledger as ledger_module
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.groups.ledger import Ledger, LedgerMark, imbalance_of
@@ -112,6 +112,20 @@ def test_an_imbalance_names_the_prompts_and_writes_nothing(
         ledger.settle(3, trained=names(*trained), discarded=given_up(*discarded), contents=contents)
     assert path.read_text() == before and lines_counted(ledger) == 4
     ledger.settle(3, trained=names(4), discarded=[], contents=books(7, 4, [5, 6], alike=1))  # the right book is still taken
+
+
+def test_tokens_balance_line_by_line(ledger: Ledger, path: Path) -> None:
+    """What is sampled is trained, discarded or lost; what isn't is named, and nothing is written. What is 0 is in no line."""
+    now, gone = books(7, 4, [6], alike=1, failed=1), replace(given_up(5)[0], tokens=GroupTokens(sampled=3, lost=3))
+    before = path.read_text()
+    with pytest.raises(LedgerError, match=r"step 3: out of balance: the tokens of train/0/4: .*sampled=9, trained=5, discarded=3, lost=0"):
+        ledger.settle(3, trained=names(4), discarded=[gone], contents=now, tokens={"train/0/4": GroupTokens(9, 5, 3)})
+    assert path.read_text() == before
+    ledger.settle(3, trained=names(4), discarded=[gone], contents=now, tokens={"train/0/4": GroupTokens(9, 5, 3, 1, 40)})
+    trained, discarded = map(json.loads, path.read_text().splitlines()[-2:])
+    place = {"step": 3, "prompt_id": "train/0/4", "outcome": "trained"}
+    assert trained == place | {"sampled": 9, "trained": 5, "discarded": 3, "lost": 1, "read": 40}
+    assert discarded == {"step": 3, "prompt_id": "train/0/5", "outcome": "no usable answer", "sampled": 3, "lost": 3}
 
 
 def test_a_prompt_is_handed_out_once(ledger: Ledger) -> None:

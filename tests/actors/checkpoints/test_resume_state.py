@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenkeel.actors.carriers import DiscardedGroup, DiscardReason
+from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, GroupTokens
 from evenkeel.actors.checkpoints.state import COLUMNS, AnswerLengths, Replacement, TrainingState
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.actors.groups.ledger import LedgerMark
@@ -61,7 +61,7 @@ def test_round_trip(state: TrainingState, tmp_path: Path) -> None:
     book = loaded.book
     assert (book.admitted, book.trained, book.discarded) == (6, 2, 1)
     assert [t.group_id for t in book.in_flight] == [5] and [g.group_id for g in book.finished] == [2, 4]
-    assert book.unreported == (DiscardedGroup("train/0/3", DiscardReason.UNIFORM),)
+    assert book.unreported == (DiscardedGroup("train/0/3", DiscardReason.UNIFORM, GroupTokens(sampled=4, discarded=4)),)
     assert book.discarded_by_reason == {DiscardReason.UNIFORM: 1}
     assert {type(reason) for reason in (*book.discarded_by_reason, book.unreported[0].reason)} == {DiscardReason}
 

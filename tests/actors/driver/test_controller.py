@@ -209,7 +209,7 @@ def test_the_last_steps_are_flushed_whatever_ends_the_run(monkeypatch: pytest.Mo
 def test_a_step_s_line_says_what_the_ways_of_its_groups_took(tmp_path: Path) -> None:
     """The service answers after 0.2 s of the learner's waiting, all of which is hand-over: the groups had come before."""
     groups: tuple[GroupFacts, ...] = tuple(facts(i, 5, 5, prompt_id=f"train/0/{i}") for i in range(2))
-    batch = PreparedBatch(2, CorrectionConfig(preset="bypass"), None, 10, (), (), 0.0, 0.0)
+    batch = PreparedBatch(2, CorrectionConfig(preset="bypass"), None, 10, (), (), 0.0, 0.0, trained_tokens=(0, 0))
 
     class Service:
         async def pull(self, *_: Any) -> dict[int, str]:

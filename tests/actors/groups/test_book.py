@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, StoredGroup, Ticket
+from evenkeel.actors.carriers import DiscardedGroup, DiscardReason, GroupTokens, StoredGroup, Ticket
 from evenkeel.actors.groups.book import GroupBook
 from evenkeel.correction.errors import LedgerError
 from evenkeel.rollout.continuation import unsampled
@@ -286,8 +286,28 @@ def test_a_discarded_group_frees_its_place_and_is_reported_once() -> None:
     assert [one.group_id for one in book.draw(0, 2)] == [0]
     assert book.free_places == 1 and book.discarded_by_reason == {DiscardReason.UNIFORM: 1}
     assert [t.group_id for t in book.admit([prompt(2)], now=0.0)] == [2]
-    assert book.settle(1, 1, [0], now=0.0) == [DiscardedGroup("train/0/1", DiscardReason.UNIFORM)]
+    tokens = GroupTokens(sampled=4, discarded=4)
+    assert book.settle(1, 1, [0], now=0.0) == [DiscardedGroup("train/0/1", DiscardReason.UNIFORM, tokens)]
     assert book.settle(2, 2, [], now=0.0) == []
+
+
+def test_what_was_sampled_for_a_group_is_told_however_it_ends() -> None:
+    """Tokens that can't be read are lost, those of the next answers come to them; of a group that nobody could sample there is what was
+    begun."""
+    book = GroupBook(groups_per_step=2, max_staleness=0, dynamic_sampling=True)
+    again, failed = book.admit(prompts(0, 2), now=0.0)
+    book.finish(at_hand(group(again)), now=0.0)
+    book.lose([one.group_id for one in book.draw(0, 2)])
+    begun = book.so_far(again.group_id)
+    assert begun is not None and (begun.tokens, begun.lost_tokens) == (0, 4)
+    book.finish(at_hand(replace(group(again, rewards=(1.0, 1.0)), lost_tokens=begun.lost_tokens)), now=0.0)
+    assert book.draw(0, 2) == []
+    book.waits(failed.group_id, so_far=UnfinishedGroup(failed.group_id, group(failed).trajectories, lost_tokens=3))
+    book.give_up(failed.group_id, DiscardReason.FAILED)
+    assert [one.tokens for one in book.settle(1, 1, [], now=0.0)] == [
+        GroupTokens(sampled=8, discarded=4, lost=4),
+        GroupTokens(sampled=7, discarded=4, lost=3),
+    ]
 
 
 def test_advantages_by_turn_have_a_gradient_where_the_sums_are_alike() -> None:

@@ -130,6 +130,7 @@ def test_one_optimizer_step_needs_no_forward() -> None:
         await scene.put(*[answered(ticket) for ticket in tickets])
         prepared = await scene.next_batch(0)
         assert scene.learner.asked == [] and prepared.corrected.is_deferred
+        assert prepared.trained_tokens == tuple(one.response_tokens for one in prepared.groups), "by the batch's own mask"
         scene.stop()
 
     play(scenario)
