@@ -62,6 +62,11 @@ def _at_a_time(prompt_id: str, index: int) -> int:
     return 1 + zlib.crc32(f"{prompt_id}/{index}".encode()) % 3
 
 
+def turns_of(prompt_id: str) -> int:
+    """Of each answer to a prompt of a task that is played: two to eight."""
+    return 2 + zlib.crc32(f"turns of {prompt_id}".encode()) % 7
+
+
 def reading_of(prompt_id: str, index: int, turn: int) -> list[int]:
     """What an answer reads before a turn, as long as it may be: its first token says which turn's it is, and how long."""
     length = 1 + zlib.crc32(f"{prompt_id}/{index}/{turn}".encode()) % 40
@@ -188,7 +193,10 @@ class FaultyEngine:
 
         self._asked(samples)
         try:
-            for left in reversed(range(_CHUNKS_LEFT if begun else _CHUNKS)):
+            parts = _CHUNKS_LEFT if begun else _CHUNKS
+            if has_turns:
+                parts = turns_of(prompt.prompt_id) + 1 - found[todo[0]].turns
+            for left in reversed(range(parts)):
                 what = f"generate {prompt.prompt_id}"
                 await self._takes(self._s("tokens", 0.1, 2.0), self._deadlines.generate_s, what, may_be_aborted=True)
                 if is_aborted := self.is_leaving:

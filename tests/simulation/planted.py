@@ -282,28 +282,27 @@ def what_is_handed_back_is_as_good_as_finished() -> Iterator[None]:
 
 
 @contextmanager
-def a_checkpoint_forgets_what_was_read_between_turns() -> Iterator[None]:
-    """It has the turns themselves."""
-    of = BookSnapshot.of
+def whoever_goes_on_forgets_what_was_read_first() -> Iterator[None]:
+    """It has all turns, and not what stood before the second one."""
+    so_far = GroupBook.so_far
 
-    def forgetful(contents: BookContents, *rest: Any) -> BookSnapshot:
-        snapshot = of(contents, *rest)
-        so_far = (replace(one, answers=tuple(replace(a, later=a.later[1:]) for a in one.answers)) for one in snapshot.so_far)
-        return replace(snapshot, so_far=tuple(so_far))
+    def forgetful(book: GroupBook, group_id: int) -> UnfinishedGroup | None:
+        there = so_far(book, group_id)
+        return there and replace(there, answers=tuple(replace(one, later=one.later[1:]) for one in there.answers))
 
-    with mock.patch.object(BookSnapshot, "of", forgetful):
+    with mock.patch.object(GroupBook, "so_far", forgetful):
         yield
 
 
 @contextmanager
-def the_last_token_of_a_batch_is_masked() -> Iterator[None]:
-    """Somebody takes it for padding."""
+def the_first_sampled_token_of_a_batch_is_masked() -> Iterator[None]:
+    """Somebody takes it for the prompt's last."""
     pack = correction_service.pack_groups
 
     def careless(*groups: Any, **how: Any) -> Any:
         packed = pack(*groups, **how)
         mask = packed.batch.loss_mask.clone()
-        mask[-1] = False
+        mask[mask.nonzero()[:1]] = False
         return replace(packed, batch=replace(packed.batch, loss_mask=mask))
 
     with mock.patch.object(correction_service, "pack_groups", careless):
@@ -427,8 +426,8 @@ BUGS: tuple[Bug, ...] = (
     a_checkpoint_forgets_groups_whose_tokens_are_lost,
     a_continued_answer_is_of_the_version_that_ended_it,
     what_is_handed_back_is_as_good_as_finished,
-    a_checkpoint_forgets_what_was_read_between_turns,
-    the_last_token_of_a_batch_is_masked,
+    whoever_goes_on_forgets_what_was_read_first,
+    the_first_sampled_token_of_a_batch_is_masked,
     the_last_checkpoint_is_taken_on_trust,
     a_call_that_never_began_is_only_late,
     a_lost_call_is_one_failed_checkpoint_more,

@@ -381,7 +381,7 @@ def test_rollouts_with_turns_go_on_from_a_checkpoint(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SimulatedSampler, "group", noted)
     faults = Fault(60.0, "crash_driver"), Fault(100.0, "crash_driver"), Fault(140.0, "kill_learner")
-    shape = {"groups_per_step": 16, "changes": SLOTS, "steps": 40}
+    shape = {"groups_per_step": 8, "max_staleness": 3, "changes": SLOTS, "steps": 40}
     check(Scenario(faults, shape, drivers=3, returns=1, told={FROM_THE_CHECKPOINT: 3, GOES_ON: 0}))
     assert len(gone_on) >= 3 and any(one.later for begun, _ in gone_on for one in begun.answers)
     for begun, found in gone_on:
