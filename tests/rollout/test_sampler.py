@@ -69,7 +69,7 @@ def test_each_prompt_is_answered_and_scored_as_its_task_says(
         players = {}
         for entry in config.entries:
             how = config.sampling_of(entry.name), encoders[entry.name], "model", prompts[entry.name]
-            players[entry.name] = await Player.start(entry, *how)
+            players[entry.name] = await Player.start(entry, *how, lambda: "127.0.0.1")
         sampler = Sampler(shared_engine, players, seed=5)
         try:
             asked = (sampler.group(one, group_id=n, admitted_version=shared_engine.version) for n, one in enumerate(prompts.values()))
