@@ -77,7 +77,8 @@ class EnvironmentPool:
             async with self.opened(task_of(sample, seed=0)) as environment:
                 await environment.reset()
                 await environment.close()  # before the process is killed, as one that only looks does
-                return environment.tools
+                tools: Sequence[Mapping[str, Any]] = environment.tools
+                return tools
         except (CallError, CallLost) as error:
             await self.close()
             if isinstance(error, SettingError):

@@ -31,7 +31,8 @@ class Tools:
         """Args: owner: the class. setting: that names it, with its value. within_s: a call has. Raises: LoadError."""
         from transformers.utils import chat_template_utils as templates  # a second
 
-        templates.is_torch_available = lambda: False  # it would import torch, for a type that no call in JSON has
+        # It would import torch, for a type that no call in JSON has.
+        templates.is_torch_available = lambda: False  # type: ignore[attr-defined, assignment]
         self.schemas: list[dict[str, Any]] = []
         """In OpenAI's form."""
         self._within_s = within_s
@@ -101,13 +102,17 @@ async def _in_thread(work: Callable[[], str]) -> str:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[tuple[str, BaseException | None]] = loop.create_future()
 
+    def told(found: tuple[str, BaseException | None]) -> None:
+        if not ended.done():
+            ended.set_result(found)
+
     def run() -> None:
         try:
             found: tuple[str, BaseException | None] = work(), None
         except BaseException as error:
             found = "", error
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(found))
+            loop.call_soon_threadsafe(told, found)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
