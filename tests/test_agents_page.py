@@ -89,6 +89,7 @@ def test_tools_are_shown_by_a_template_that_knows_them(folder: Path, tiny_model:
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_whole_recipe_makes_a_real_step(name: str, folder: Path, tiny_model: Path) -> None:
     done = evenkeel("train", f"{name}.yaml", "--smoke", f"model={tiny_model}", timeout_s=900.0, cwd=folder)
