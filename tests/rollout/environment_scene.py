@@ -160,10 +160,20 @@ class ScriptedModel:
         return await self.playing(script, pool, begun)[1]
 
     def playing(
-        self, script: Sequence[str], pool: EnvironmentPool, begun: Trajectory | None = None, *, prompt: Prompt = PROMPT
+        self,
+        script: Sequence[str],
+        pool: EnvironmentPool,
+        begun: Trajectory | None = None,
+        *,
+        prompt: Prompt = PROMPT,
+        stopped_in: int | None = None,
     ) -> tuple[PlayedRollout, asyncio.Task[Trajectory]]:
+        """Args: stopped_in: the turn that is being sampled when the rollout is told to stop."""
+
         async def go_on(line: int, answer: Trajectory, most: int) -> Trajectory:
             assert is_begun(answer)
+            if answer.turns - 1 == stopped_in:
+                played.stop()
             before = [0, *(place + 1 for place, text in enumerate(script) if text == "short")]  # at which a conversation ends
             whole = self.said(script[before[line] + answer.turns - 1])
             ids = whole[: most - len(answer.answer_ids)]

@@ -241,10 +241,7 @@ def test_a_rollout_with_tools_goes_on_elsewhere(model: ScriptedModel) -> None:
     async def play() -> tuple[Trajectory, Trajectory]:
         pools = [EnvironmentPool(with_tools()) for _ in range(2)]
         try:
-            played, playing = model.playing(script, pools[0])
-            while played.trajectory.turns < 2 and not playing.done():
-                await asyncio.sleep(0.01)
-            played.stop()
+            _, playing = model.playing(script, pools[0], stopped_in=1)
             begun = await playing
             return begun, await model.rollout(script, pools[1], begun)
         finally:
