@@ -94,6 +94,10 @@ class EngineDirty(EngineError):
     """The engine runs, but a weight update failed half-way: its weights belong to no single version. A complete update repairs it."""
 
 
+class EngineReplaced(EngineDirty):
+    """The engine was lost while this ran, and another one without weights takes its place in the same worker."""
+
+
 class ActorLost(EngineError):
     """The process behind a call is gone, or cannot be reached: the call may or may not have run."""
 

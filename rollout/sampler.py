@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -17,12 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evenkeel.correction.errors import EngineDirty, EngineError, EvenkeelError
+from evenkeel.correction.errors import EngineDirty, EngineError
 from evenkeel.rollout.config import WHOLE_VOCABULARY, AnswerSampling, RolloutConfig, SamplingConfig, TaskEntry, Truncation, named
 from evenkeel.rollout.continuation import is_begun, is_unfinished, unsampled
 from evenkeel.rollout.door.agents import AgentRollout, Agents
 from evenkeel.rollout.door.door import LOOPBACK
 from evenkeel.rollout.engine.engine import GroupOfRanks, RolloutEngine, in_answer_thread
+from evenkeel.rollout.engine.temporary_files import files_in
 from evenkeel.rollout.environments.environments import EnvironmentPool
 from evenkeel.rollout.environments.played_rollout import PlayedRollout
 from evenkeel.rollout.prompt_place import task_of
@@ -101,10 +103,13 @@ class Sampler:
             players: by the name of their task; that of a run's only task has an empty one.
             seed: of the run's samples, see sample_seed.
             places: most turns of sessions in the engine at a time; a session has one while its turn is sampled.
-            another: starts an engine without weights in the place of one that was lost, if programs of agents wait; None: nothing does.
+            another: starts an engine without weights in the place of one that was lost, if programs of agents wait; None: nothing does. Its
+                temporary files go where this process has its own as the sampler is made.
         """
         self.engine = engine
         self._another = another
+        # Of the engine's temporary files, and of those of one that takes its place.
+        self._folder = Path(tempfile.gettempdir())
         self._starting: asyncio.Task[None] | None = None  # of the engine that takes the place
         # Whether a group was finished since an engine was last lost, and why that one was.
         self._has_worked, self._lost_of = True, ""
@@ -383,13 +388,18 @@ class Sampler:
         log.warning("%s", self._lost_of)
         try:
             await lost.shutdown()
-            self.engine = await start()
+            with files_in(self._folder):
+                self.engine = await start()
             self._lost_tokens += lost.sampled_tokens
-        except EvenkeelError as error:
-            log.error("%s: nothing takes the place of an engine that was lost: %s", lost.name, error)
+        except Exception:
+            log.exception("%s: nothing takes the place of an engine that was lost", lost.name)
             self._another = None
         finally:
             self._starting = None
+
+    def has_its_weights(self) -> None:
+        """Called when the engine holds what was sent, compared: in whosever place it is, from now on it is like any other."""
+        self._lost_of = ""
 
     def have_no_successor(self) -> None:
         """From now on an engine that is lost is the end of its worker."""

@@ -54,6 +54,7 @@ from evenkeel.correction.errors import (
     DeadlineExceeded,
     EngineDirty,
     EngineError,
+    EngineReplaced,
     EvenkeelError,
     LateError,
     RequestError,
@@ -636,7 +637,8 @@ class RolloutPool:
         except EngineError as error:
             self._engine_failed(worker, error)
             is_lost = lived and not isinstance(error, EngineDirty)
-            if is_lost and not worker.leaves and self._book.engine_lost(group_id) >= MAX_ENGINE_LOSSES:
+            may_be_why = is_lost or isinstance(error, EngineReplaced)
+            if may_be_why and not worker.leaves and self._book.engine_lost(group_id) >= MAX_ENGINE_LOSSES:
                 self._discard(ticket, DiscardReason.LOST, f"a third engine was lost while it was sampled: {error}")
             else:
                 self._wait_again(ticket, await self._its_turns(worker, group_id) if is_lost else None)
@@ -784,7 +786,7 @@ class RolloutPool:
             self._work.add_questions([part])
         except EngineError as error:
             self._engine_failed(worker, error)
-            part.losses += not isinstance(error, EngineDirty)
+            part.losses += isinstance(error, EngineReplaced) or not isinstance(error, EngineDirty)
             # So many engines were lost with these questions that the evaluation should end before it costs another one.
             if not worker.leaves and part.losses >= MAX_ENGINE_LOSSES and not part.answers.done():
                 part.answers.set_exception(error)

@@ -29,6 +29,7 @@ from evenkeel.correction.errors import (
     DeadlineExceeded,
     EngineDirty,
     EngineError,
+    EngineReplaced,
     EvenkeelError,
     LateError,
     RequestError,
@@ -195,7 +196,7 @@ class RolloutWorker:
             yield
         except EngineError as error:
             if type(error) is EngineError and (why := self._sampler.lost_of):
-                raise EngineDirty(why) from error
+                raise EngineReplaced(why) from error
             raise
 
     @property
@@ -311,6 +312,8 @@ class RolloutWorker:
         await self._sampler.succeeded()
         if this_update != self._asked_update:
             raise SyncError(f"rollout worker {self._name}: weights v{version} came after others had been asked for; these stay")
+        if expected is None and (why := self._sampler.lost_of):  # what arrives in another engine has to be compared
+            raise EngineDirty(why)
         holding_back = self._holding_back() if expected is not None else contextlib.nullcontext()
         with self._lane.span("update", version=version), holding_back, self._dirty_if_succeeded():
             receipt = await self._sampler.engine.update_weights(version, fetched)
@@ -320,6 +323,8 @@ class RolloutWorker:
                 is_as_sent = True
             finally:
                 self._spoilt += not is_as_sent
+        if expected is not None:
+            self._sampler.has_its_weights()
         return replace(receipt, load=await self.load())
 
     @contextlib.contextmanager

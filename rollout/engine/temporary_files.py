@@ -36,11 +36,18 @@ def own_folder() -> Iterator[Path]:
     _remove_those_of_the_dead(root)
     folder = _locked_folder(root)
     os.environ.setdefault(_INDUCTOR, str(root / f"torchinductor_{os.getuid()}"))
+    with files_in(folder):
+        yield folder
+
+
+@contextmanager
+def files_in(folder: Path) -> Iterator[None]:
+    """Within the block, temporary files go into one of `own_folder`'s: for an engine that takes the place of its first one."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     try:
-        yield folder
+        yield
     finally:
-        os.environ["TMPDIR"] = tempfile.tempdir = str(root)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(_without_own(folder))
 
 
 @contextmanager

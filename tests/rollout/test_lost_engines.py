@@ -1,4 +1,5 @@
-"""An engine that is lost while programs of agents are under way: another one takes its place in the same worker, and they wait."""
+"""An engine that is lost while programs of agents are under way: another one takes its place in the same worker, and they wait; once, until
+a group is finished."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from evenkeel.correction.errors import EngineError
 from evenkeel.rollout.config import AgentConfig, AgentReward, SamplingConfig
 from evenkeel.rollout.door.agents import Agents
 from evenkeel.rollout.engine.engine import RolloutEngine
+from evenkeel.rollout.engine.temporary_files import passing_folder
 from evenkeel.rollout.engine_settings.engine_config import EngineConfig
 from evenkeel.rollout.engine_settings.request_lengths import RequestLengths
 from evenkeel.rollout.rewards.rewards import RewardPool
@@ -97,9 +100,9 @@ def tokens_of_turns(one: Trajectory, turns: int) -> list[int]:
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_a_program_outlives_its_engine(engine_loop: BackgroundLoop, tiny_model: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
-    """It is killed in the middle of a third turn of four programs, whose clients never ask twice. Each of them waits for the engine that
-    takes its place, and for that one's first weights, which are newer: the turns that were sampled stay, to the token, and all logprobs
-    are those of one forward of transformers, by the weights of each token."""
+    """It is killed in the middle of the first third turn of four programs, whose clients never ask twice. Each of them waits for the engine
+    that takes its place, and for that one's first weights, which are newer. What each was told stays, and all logprobs are those of one
+    forward of transformers, by the weights of each token; of one program, at least, there are whole turns of before."""
     (tmp_path / "agent.py").write_text(AGENT)
     prompt = Prompt("train/0/0", "", (1,), "")
     newer = perturbed(tiny_weights(tiny_model), seed=1)
@@ -159,7 +162,7 @@ class Dying:
 
 
 def test_what_ends_two_engines_ends_no_third_one(engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path) -> None:
-    """It may be this very turn. The group is others' to sample, who count the engines that it has cost."""
+    """It may be this very turn. The group is others' to sample; to them both engines are one that it has cost."""
     (tmp_path / "agent.py").write_text(AGENT)
     engines = [Dying(), Dying(), Dying()]
 
@@ -177,3 +180,45 @@ def test_what_ends_two_engines_ends_no_third_one(engine_loop: BackgroundLoop, en
 
     engine_loop.run(run())
     assert len(engines) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_successor_has_the_first_one_s_folder_or_does_not_start(
+    engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """What it leaves behind is removed with the worker. Once it has its weights it is like any other: an update that fails later is no
+    loss of before. One that fails to start, with whatever error, is the last."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    outside, seen = tempfile.gettempdir(), list[tuple[str, str]]()
+
+    async def another() -> Dying:
+        seen.append((tempfile.gettempdir(), os.environ["TMPDIR"]))
+        if fails:
+            raise KeyError("a port")
+        there = Dying()
+        there.is_dirty = True
+        return there
+
+    async def run() -> Path:
+        with passing_folder() as folder:
+            agents, sampler = await played(encoder, tmp_path, Dying(), another)
+            os.environ["TMPDIR"] = tempfile.tempdir = outside
+            try:
+                playing = asyncio.ensure_future(sampler.group(Prompt("train/0/0", "", (1,), ""), group_id=1, admitted_version=0))
+                while not seen:
+                    await asyncio.sleep(0.01)
+                await sampler.succeeded()
+                if not fails:
+                    assert "the engine is gone" in sampler.lost_of
+                    sampler.has_its_weights()
+                    assert sampler.lost_of == "" and sampler.engine.is_dirty
+                    sampler.have_no_successor()
+                with pytest.raises(EngineError, match="the engine is gone"):
+                    await playing
+            finally:
+                await agents.close()
+            return folder
+
+    folder = engine_loop.run(run())
+    assert seen == [(str(folder), str(folder))] and tempfile.gettempdir() == outside
+    assert ("nothing takes the place of an engine that was lost" in caplog.text) == ("KeyError" in caplog.text) == fails

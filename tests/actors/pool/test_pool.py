@@ -12,7 +12,8 @@ import pytest
 
 import evenkeel.actors.pool.workers
 import evenkeel.actors.processes.pacing
-from evenkeel.correction.errors import DeadlineExceeded, EngineDirty, EngineError
+from evenkeel.actors.groups.book import MAX_ENGINE_LOSSES
+from evenkeel.correction.errors import DeadlineExceeded, EngineDirty, EngineError, EngineReplaced
 from evenkeel.rollout.config import AnswerSampling
 from evenkeel.rollout.trajectory import WorkerLoad
 from tests.actors.cases import CallResult, OpenBook, prompt, prompts
@@ -61,6 +62,26 @@ def test_a_dirty_engine_is_synced_again_and_its_worker_stays(monkeypatch: pytest
             await scene.until_finished(8)
         assert len(scene.sync.dirty) == 1 and scene.left == [] and list(scene.workers) == ["0"]
         assert sorted(worker.sampled) == list(range(8)) or worker.answered == 128
+
+    play(scenario)
+
+
+def test_a_group_that_ends_engines_is_discarded_though_others_take_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker stays, and would sample it until the run ends."""
+
+    async def scenario() -> None:
+        scene = PoolScene(monkeypatch, faults={"0": raised(EngineReplaced("the scheduler is gone"))}, places=1)
+        await scene.begin()
+        for lost in range(1, MAX_ENGINE_LOSSES + 1):
+            while len(scene.sync.dirty) < lost:
+                await asyncio.sleep(0.01)
+            if lost == MAX_ENGINE_LOSSES:
+                del scene.faults["0"]
+            scene.sync.dirty[-1].version = 0
+            scene.pool.wake()
+        await scene.until_finished(1)
+        assert any("group 0 (" in event and "a third engine was lost while it was sampled" in event for event in scene.events)
+        assert scene.left == [] and scene.workers["0"].sampled == [1]
 
     play(scenario)
 

@@ -23,6 +23,7 @@ from evenkeel.correction.errors import (
     DeadlineExceeded,
     EngineDirty,
     EngineError,
+    EngineReplaced,
     EvenkeelError,
     LateError,
     RequestError,
@@ -64,6 +65,9 @@ class Slow:
     lost_of = ""
 
     async def succeeded(self) -> None: ...
+
+    def has_its_weights(self) -> None:
+        self.lost_of = ""
 
     def __init__(self, error: Exception | None = None, *, is_stubborn: bool = False, checksums: dict[str, str] | None = None) -> None:
         self.finish, self.begun, self.aborted, self._is_stubborn = asyncio.Event(), 0, 0, is_stubborn
@@ -171,9 +175,25 @@ def test_a_lost_engine_that_another_one_takes_the_place_of_is_dirty(started: Sta
         sampler.lost_of = "another one takes its place"
         worker = await started(sampler)
         for call in (worker.generate_group(ticket()), worker.answer([prompt(0)], AnswerSampling())):
-            with pytest.raises(EngineDirty, match="another one takes its place"):
+            with pytest.raises(EngineReplaced, match="another one takes its place"):
                 await call
         assert (await worker.load()).lost_of == "another one takes its place"
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_takes_another_s_place_takes_no_weights_uncompared(started: Start) -> None:
+    """The driver may publish a version before it hears of the loss. Once weights were compared the next ones need not be."""
+
+    async def scenario() -> None:
+        sampler = Slow(checksums={"a": "1"})
+        sampler.lost_of, buckets = "another one takes its place", lambda: [asyncio.sleep(0, "bucket")]
+        sampler.engine.compared.set()
+        worker = await started(sampler)
+        with pytest.raises(EngineDirty, match="another one takes its place"):
+            await worker.update_weights(4, buckets(), None)
+        receipts = [await worker.update_weights(4, buckets(), sent({"a": "1"})), await worker.update_weights(5, buckets(), None)]
+        assert [(one.version, one.digest) for one in receipts] == [(4, digest_of({"a": "1"})), (5, "")]
 
     asyncio.run(scenario())
 
