@@ -14,8 +14,11 @@ _NAMES = frozenset(
     }
 )
 _BEGINNINGS = ("LC_", "XDG_", "PYTHON", "EVENKEEL_")
+# Of an engine, which this process has while one starts: what has them counts as the engine's, and ends with it.
+_OF_ENGINES = "EVENKEEL_SGLANG_"
 
 
 def passed_on(named: Collection[str]) -> dict[str, str]:
     """This process's variables that the user's code gets. Args: named: by its settings, in addition."""
-    return {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_BEGINNINGS) or name in named}
+    found = {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_BEGINNINGS) or name in named}
+    return {name: value for name, value in found.items() if not name.startswith(_OF_ENGINES)}

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from evenkeel.rollout.config import AgentConfig, FunctionReward
 from evenkeel.rollout.door.agents import Agents
 from evenkeel.rollout.rewards.rewards import RewardPool
+from evenkeel.rollout.sglang_plugin.hooks import VARIABLE
 from evenkeel.rollout.tasks.chat import ChatEncoder
 from evenkeel.rollout.trajectory import Prompt
 from tests.conftest import BackgroundLoop
@@ -58,6 +59,7 @@ def test_no_key_of_the_run_s_is_in_the_processes_of_the_user_s_code(
     """The one that its settings name is there; and what programs find their files by."""
     (tmp_path / "user_environments.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(VARIABLE, "as while an engine starts, which would end what has it")
     for name in (*KEYS, "MY_JUDGE"):
         monkeypatch.setenv(name, f"secret of {name}")
     rewards = RewardPool(FunctionReward(path="user_environments:score", processes=1, variables=("MY_JUDGE",)))
@@ -81,5 +83,6 @@ def test_no_key_of_the_run_s_is_in_the_processes_of_the_user_s_code(
         own = {"OPENAI_API_KEY"} if kind == "agent" else set()  # of the door's session
         assert set(KEYS) & set(found) == own, kind
         assert {name for name, value in found.items() if "secret of" in value} == {"MY_JUDGE"}, kind
+        assert VARIABLE not in found, kind
         assert found["PATH"].endswith(os.environ["PATH"])
         assert found["HOME"] == os.environ["HOME"]
