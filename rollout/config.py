@@ -423,8 +423,11 @@ class AgentConfig(_Processes):
     @classmethod
     def _is_an_address(cls, bind: str) -> str:
         with contextlib.suppress(ValueError):
-            if bind == NODE or not ip_address(bind).is_unspecified:
+            if bind == NODE:
                 return bind
+            address = ip_address(bind)
+            if not address.is_unspecified and getattr(address, "scope_id", None) is None:  # one with a scope stands in no URL
+                return str(address)  # as clients write it into their Host header
         raise ValueError(f"bind = {bind!r}: programs need an address that they can reach; give one of this machine, or {NODE}")
 
     @property

@@ -246,9 +246,8 @@ class AgentRollout:
         """Raises: CallError if the program wasn't started, or was killed; EngineError."""
         conversation = self._conversation = self._agents.conversation(self._begun, open_session)
         async with self._agents.ran(conversation, self._prompt, self._how) as program:
-            if self._is_stopped.is_set():  # it has waited for others
+            if self._is_stopped.is_set() or not await self._is_ready(program):  # it has waited for others
                 return conversation.trajectory
-            await program.ready()
             began = time.monotonic()
             ended = asyncio.ensure_future(program.ended())
             stopped = asyncio.ensure_future(self._is_stopped.wait())
@@ -270,6 +269,20 @@ class AgentRollout:
                 for task in (ended, stopped):
                     task.cancel()
                 await asyncio.wait({ended, stopped})
+
+    async def _is_ready(self, program: _Program) -> bool:
+        """Wait for the process that will start it. Returns: False: this was stopped meanwhile. Raises: CallError."""
+        tasks = ready, stopped = asyncio.ensure_future(program.ready()), asyncio.ensure_future(self._is_stopped.wait())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                return False
+            ready.result()
+            return True
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_one_of(self, events: set[asyncio.Future[Any]]) -> None:
         """Raises: CallError when none has come within the deadline."""

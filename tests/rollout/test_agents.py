@@ -123,9 +123,10 @@ def test_a_program_is_given_the_node_s_address(engine_loop: BackgroundLoop, enco
 
 
 def test_an_address_that_nobody_could_reach_is_refused() -> None:
-    for bind in ("0.0.0.0", "::", "localhost", ""):
+    for bind in ("0.0.0.0", "::", "localhost", "", "fe80::1%eth0"):
         with pytest.raises(ValueError, match=f"bind = '{bind}': programs need an address that they can reach"):
             AgentConfig(command=("true",), bind=bind)
+    assert AgentConfig(command=("true",), bind="FD00:0::1").bind == "fd00::1", "as clients name it"
     assert [AgentConfig(command=("true",), bind=bind).is_beyond_loopback for bind in ("node", "10.0.0.1", "127.0.0.2", "::1")] == [
         *[True] * 2,
         *[False] * 2,
@@ -310,6 +311,31 @@ def test_a_worker_that_leaves_keeps_what_there_is(engine_loop: BackgroundLoop, e
     assert (encoder.text_of(handed.response_ids), handed.reward, handed.error) == ("first", None, None) and not is_begun(handed)
     assert whole.reward == 1.0 and whole.turns == 2
     assert whole.token_ids[: len(handed.token_ids)] == handed.token_ids
+
+
+def test_a_worker_that_leaves_waits_for_no_program_s_start(
+    engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second process is started by its first rollout, and comes to nothing: each Python here waits first of all."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    starts = "import os, time\nopen({0!r} + '/starting', 'w').close()\nwhile not os.path.exists({0!r} + '/go_on'): time.sleep(0.01)\n"
+    (tmp_path / "agent.py").write_text("import time\ntime.sleep(60)\n")
+
+    async def run() -> Trajectory:
+        async with started(encoder, tmp_path, processes=2, start_deadline_s=20.0) as agents:
+            (tmp_path / "sitecustomize.py").write_text(starts.format(str(tmp_path)))
+            left = [agents.rollout(PROMPT, None, AT_ONE) for _ in range(2)]
+            playing = [asyncio.ensure_future(one.play(Script(encoder).begin)) for one in left]
+            while not (tmp_path / "starting").exists():
+                await asyncio.sleep(0.01)
+            for one in left:
+                one.stop()
+            try:
+                return (await asyncio.gather(*playing))[1]
+            finally:
+                (tmp_path / "go_on").touch()
+
+    assert is_begun(engine_loop.run(run())), "what there is: nothing, and no error of the program's"
 
 
 def test_an_engine_that_is_lost_is_no_fault_of_the_program(engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path) -> None:
