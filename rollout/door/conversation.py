@@ -157,8 +157,6 @@ class Conversation:
         # The line of the last turn that the agent has had.
         self._spoke: _Line | None = None
         self._is_cut = False
-        # Calls of tools that its agent has had.
-        self._called = 0
         # Turns that are sampled now, and since when there is one.
         self._sampling, self._since = 0, 0.0
 
@@ -233,7 +231,8 @@ class Conversation:
                 ids = await in_answer_thread(rendered)
             except DataError as error:
                 raise RefusedRequest(str(error)) from error
-            found = await self._sampled(line, ids, tools if has_calls else (), max_tokens)
+            called = sum(len(one.get("tool_calls", ())) for one in messages)
+            found = await self._sampled(line, ids, tools if has_calls else (), max_tokens, called)
             line.said[len(messages)] = found.ids
             line.heard = [*messages, canonical(found.message, len(messages))]
             line.told += [*new, {"role": "assistant", "content": self._encoder.text_of(found.ids)}]
@@ -366,8 +365,10 @@ class Conversation:
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
-    async def _sampled(self, line: _Line, ids: Sequence[int], tools: Sequence[Mapping[str, Any]], max_tokens: int | None) -> Turn:
-        """Args: tools: whose calls are looked for. Raises: RefusedRequest."""
+    async def _sampled(
+        self, line: _Line, ids: Sequence[int], tools: Sequence[Mapping[str, Any]], max_tokens: int | None, called: int = 0
+    ) -> Turn:
+        """Args: tools: whose calls are looked for. called: so many stand before it, by which their ids count. Raises: RefusedRequest."""
         if sum(one.turns for one in self._lines) + self._sampling >= self._max_turns:
             self._is_cut = True
             raise RefusedRequest(f"the session has had its {self._max_turns} turns (rollout.agent.max_turns)", code=NO_ROOM)
@@ -391,8 +392,7 @@ class Conversation:
             self._is_cut = True
             raise RefusedRequest("the conversation has no room for more (rollout.sampling.max_tokens, the engine's context)", code=NO_ROOM)
         said = self._encoder.text_of(segment.ids)
-        text, found = self._calls(said, tools, self._called) if tools else (said, [])
-        self._called += len(found)
+        text, found = self._calls(said, tools, called) if tools else (said, [])
         message: Message = {"role": "assistant", "content": text}
         if found:
             message["tool_calls"] = [

@@ -38,6 +38,8 @@ LOOPBACK = "127.0.0.1"
 # aiohttp's own would write down the line of a request that is no HTTP, its key included.
 _QUIET = logging.Logger("the door's server", logging.CRITICAL + 1)
 _SIGN_OF_LIFE_S = 10.0
+# Of a connection without a request. Clients open another one, as for one that an agent has kept through a long call of a tool.
+_IDLE_S = 60.0
 # Connections beyond the limit that are told so at a time, and the seconds that one of them may take; others are cut off.
 _MOST_REFUSED, _REFUSED_S = 64, 2.0
 # Ended sessions that are told from those that never were.
@@ -89,7 +91,8 @@ class Door:
                 web.post("/inference/v1/generate", self._generate),
             ]
         )
-        self._runner = web.AppRunner(app, handle_signals=False, access_log=None, logger=_QUIET, shutdown_timeout=1.0)
+        seconds = {"shutdown_timeout": 1.0, "keepalive_timeout": _IDLE_S}
+        self._runner = web.AppRunner(app, handle_signals=False, access_log=None, logger=_QUIET, **seconds)
         self._listening: asyncio.Server
         self._refused = set[_TooMany]()
         # As URLs and Host headers write it.

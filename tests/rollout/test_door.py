@@ -29,7 +29,7 @@ from evenkeel.rollout.rewards.rewards import RewardPool
 from evenkeel.rollout.sampler import Player, Sampler
 from evenkeel.rollout.session import Session
 from evenkeel.rollout.tasks.chat import ChatEncoder
-from evenkeel.rollout.tool_calls import calls_of
+from evenkeel.rollout.tool_calls import ToolCall, calls_of, id_of_call
 from evenkeel.rollout.trajectory import FinishReason, Group, Prompt, Trajectory, UnfinishedGroup
 from tests.conftest import BackgroundLoop
 from tests.rollout.door_scene import AT_ONE, MODEL, Script, client, opened, post, scripted, user
@@ -299,6 +299,29 @@ def test_two_tools_at_once(engine_loop: BackgroundLoop, encoder: ChatEncoder) ->
     assert [script.read[1] for script in scripts] == [list(encoder.encode(whole))] * 2
 
 
+def test_ids_of_calls_count_in_their_conversation(engine_loop: BackgroundLoop, encoder: ChatEncoder) -> None:
+    """As the model has learnt them, which is shown them (Kimi's): in a conversation that begins anew they do, too."""
+
+    def calls(text: str, _: Any, earlier: int) -> tuple[str, list[ToolCall]]:
+        return "", [ToolCall(id_of_call("kimi_k2", text[:2], earlier), text[:2], "{}")]
+
+    async def run() -> list[str]:
+        async with opened(encoder) as door:
+            address = door.admit(scripted(Script(encoder, "ab", "cd", "ef", "gh"), encoder, calls=calls, max_sequences=3), AT_ONE)
+            found: list[str] = []
+            async with client(address) as asking:
+                for question in ("1", "2"):
+                    messages: list[Any] = [user(question)]
+                    for _ in range(2):
+                        asked = await asking.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+                        said = asked.choices[0].message.model_dump(exclude_none=True)
+                        found.append(said["tool_calls"][0]["id"])
+                        messages += [said, {"role": "tool", "tool_call_id": found[-1], "content": "done"}]
+            return found
+
+    assert engine_loop.run(run()) == ["functions.ab:0", "functions.cd:1", "functions.ef:0", "functions.gh:1"]
+
+
 def test_a_call_that_the_parser_can_t_read_is_text(engine_loop: BackgroundLoop, encoder: ChatEncoder) -> None:
     """Half a call, and a call of a description of tools that is none; the turn isn't lost."""
     for text, tools in (('<tool_call>\n{"name": "add", ', TOOLS), ("<tool_call>\n{}\n</tool_call>", [{"function": {"name": 3}}])):
@@ -410,6 +433,35 @@ def test_connections_are_limited(engine_loop: BackgroundLoop, encoder: ChatEncod
                 writer.close()
 
     engine_loop.run(run())
+
+
+def test_a_connection_that_asks_nothing_is_closed_and_costs_no_turn(
+    engine_loop: BackgroundLoop, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has never asked, and one that an agent has kept while it thinks: its client, which never asks twice, opens another."""
+    monkeypatch.setattr("evenkeel.rollout.door.door._IDLE_S", 0.3)
+    script = Script(encoder, "ab", "cd")
+
+    async def run() -> None:
+        async with opened(encoder) as door:
+            address = door.admit(scripted(script, encoder), AT_ONE)
+            place = urlsplit(address.base_url)
+            assert place.hostname and place.port
+            reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            async with asyncio.timeout(60):
+                assert await reader.read() == b""
+            writer.close()
+            kept = httpx.AsyncClient(limits=httpx.Limits(keepalive_expiry=None), trust_env=False)
+            async with client(address, http_client=kept, max_retries=0) as asking:
+                messages: list[Any] = [user("1")]
+                for said in ("ab", "cd"):
+                    answer = await asking.chat.completions.create(model=MODEL, messages=messages)
+                    assert answer.choices[0].message.content == said
+                    messages += [{"role": "assistant", "content": said}, user("2")]
+                    await asyncio.sleep(1.0)
+
+    engine_loop.run(run())
+    assert len(script.read) == 2
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
