@@ -47,7 +47,8 @@ def handed_on(pipes: Pipes) -> Iterator[None]:
 
 
 def _hand_on(reading: int, output: int) -> None:
-    """Read to the end, whether or not anybody takes it: the child must not wait for that."""
+    """Read to the end, also where nothing can be written any more: the child must not wait for that. It does wait for a reader of the
+    worker's own output that is there and doesn't read."""
     left, until = PRINTED_BYTES, time.monotonic() + PRINTED_S
     while piece := os.read(reading, _PIECE):
         if time.monotonic() > until:
