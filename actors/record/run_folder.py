@@ -66,7 +66,7 @@ SampleKind = Literal["step", "held_out"]
 KEPT_SAMPLES = 1000  # steps whose samples are all kept as text
 KEPT_TOKENS = 200  # steps whose samples are all kept token by token
 SLOWEST_FILE = "slowest.json"
-CHECKPOINT_FORMAT = 6
+CHECKPOINT_FORMAT = 7
 """Stands in a checkpoint's manifest; another one is refused."""
 # Errors of reading a damaged YAML file. A scalar or a list makes no dict; PyYAML raises several for a tag that doesn't fit.
 _NO_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
