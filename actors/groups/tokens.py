@@ -26,7 +26,7 @@ import ray
 from evenkeel.actors.carriers import StoredGroup, WaitNotice
 from evenkeel.actors.groups.snapshot import BookContents, BookSnapshot
 from evenkeel.actors.processes.supervision import has_failed, no_room, wait_for
-from evenkeel.actors.settings.deadlines import tokens_call_s, tokens_s
+from evenkeel.actors.settings.deadlines import ANSWER_S, tokens_call_s, tokens_s
 from evenkeel.correction.errors import ActorLost, EvenkeelError, counted
 from evenkeel.rollout.trajectory import Group, GroupFacts
 
@@ -47,6 +47,8 @@ GONE, LATE = "gone with its node or its worker", "not there in time"
 
 async def value_of(reference: Any) -> Any:
     """The object of a reference; anything else is returned as it is. Ray reads an awaited reference without blocking the event loop."""
+    if isinstance(reference, asyncio.Future):
+        return await asyncio.shield(reference)  # others may read it, too
     return await reference if isinstance(reference, Awaitable) else reference
 
 
@@ -211,9 +213,14 @@ async def whole_snapshot(
         tokens_s: seconds for the tokens; those that are later are lost.
         tell: takes a sentence, if there are such groups.
     """
-    (groups, lost), told = await asyncio.gather(whole(contents.finished, deadline_s=tokens_s), _values(turns, tokens_s))
+    told_s = min(tokens_s, ANSWER_S)  # without them rollouts begin again
+    what = f"turns so far of {counted(len(turns), 'worker')} <- object store"
+    of_workers = wait_for(_values(turns, told_s), what, deadline_s=tokens_call_s(told_s))
+    (groups, lost), told = await asyncio.gather(whole(contents.finished, deadline_s=tokens_s), of_workers)
     if lost:
         tell(f"the tokens of {counted(len(lost), 'finished group')} can't be read: the checkpoint has their prompts, to be sampled again")
+    if missing := sum(not isinstance(one, dict) for one in told):
+        tell(f"the turns that {counted(missing, 'worker')} told of can't be read: in the checkpoint their rollouts go on from earlier ones")
     return BookSnapshot.of(contents, groups, [one for of_worker in told if isinstance(of_worker, dict) for one in of_worker.values()])
 
 

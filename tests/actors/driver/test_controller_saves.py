@@ -48,7 +48,8 @@ async def run_with_groups(recorder: EventsRecorder) -> Controller:
         book.finish(one, now=0.0)
     told = asyncio.get_running_loop().create_future()
     told.set_result({3: UnfinishedGroup(3, begun.trajectories)})
-    run._pool.turns_so_far = lambda: [OnADeadNode(), told]  # type: ignore[method-assign]
+    late = asyncio.get_running_loop().create_future()  # which the pool reads, too
+    run._pool.turns_so_far = lambda: [OnADeadNode(), told, late]  # type: ignore[method-assign]
     run._learner = SimpleNamespace(abort=nothing)  # type: ignore[assignment]
     recorder.totals = dict  # type: ignore[attr-defined]
     return run
@@ -76,6 +77,9 @@ def test_sigterm_leaves_tokens_seconds_and_asks_no_service(comes_at: float) -> N
         assert state.monitor == KNOWN
         said = "the tokens of 1 finished group can't be read: the checkpoint has their prompts, to be sampled again"
         assert recorder.events.count(said) == 1
+        said = "the turns that 2 workers told of can't be read: in the checkpoint their rollouts go on from earlier ones"
+        assert recorder.events.count(said) == 1
+        assert not run._pool.turns_so_far()[-1].cancelled(), "a save that gives up takes it from nobody else"
 
     simulate(scenario)
 
