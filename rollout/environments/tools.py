@@ -1,6 +1,7 @@
 """Functions of the user's that the model may call: their description for the chat template, and what it reads of their calls.
 
-Calls of a turn run side by side. What goes wrong with one is the model's to read, and costs no rollout: it begins with "error:".
+Calls of a turn run side by side. What goes wrong with one is the model's to read, and costs no rollout: it begins with "error:". Only where
+the process has no memory or no thread left, which is not the model's doing, the rollout fails.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ MOST_CALLS = 32
 """Calls of a turn that are run."""
 LONGEST_RESULT = 8000
 """Characters of a result that the model reads."""
+MOST_THREADS = 128
+"""Plain functions that a process runs at a time, of all of its rollouts; the others wait, in their own time."""
+
+
+class NoThread(Exception):
+    """The machine gives the process no other thread."""
 
 
 class Tools:
@@ -38,6 +45,7 @@ class Tools:
         self._within_s = within_s
         self._functions: dict[str, Callable[..., Any]] = {}
         self._methods: set[str] = set()  # of the environment's own
+        self._threads = asyncio.Semaphore(MOST_THREADS)
         for function in owner.tools:
             try:
                 schema = templates.get_json_schema(function)
@@ -56,6 +64,7 @@ class Tools:
         """Messages with what each call of a turn gave, in their order, and how many of them are errors.
 
         Args: environment: an instance, whose methods may be among the tools. calls: id, name, which is that of a tool, and arguments, JSON.
+        Raises: MemoryError, NoThread.
         """
         found = await asyncio.gather(*(self._result(environment, *call) for _, *call in calls[:MOST_CALLS]))
         found += [(f"error: it was not run: a turn has {MOST_CALLS} calls at most", True)] * (len(calls) - MOST_CALLS)
@@ -77,10 +86,12 @@ class Tools:
                 if inspect.iscoroutinefunction(function):
                     text = _as_text(await function(*own, **given))
                 else:
-                    text = await _in_thread(lambda: _as_text(function(*own, **given)))
+                    text = await _in_thread(lambda: _as_text(function(*own, **given)), self._threads)
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False, include_input=False))
             return _bounded(f"error: {'; '.join(wrong)}"), True
+        except (MemoryError, NoThread):
+            raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the rollout's end; any other one is of a task that the user's code had cancelled itself
@@ -97,12 +108,17 @@ def _bounded(text: str) -> str:
     return shortened(text, LONGEST_RESULT).encode(errors="replace").decode()
 
 
-async def _in_thread(work: Callable[[], str]) -> str:
-    """Do work in a thread of its own, so that one that hangs takes the place of no other; that one is left, and ended where Python can."""
+async def _in_thread(work: Callable[[], str], places: asyncio.Semaphore) -> str:
+    """Do work in a thread of its own; one that hangs is left, and ended where Python can. It has its place until then.
+
+    Raises: NoThread; as work.
+    """
+    await places.acquire()
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[tuple[str, BaseException | None]] = loop.create_future()
 
     def told(found: tuple[str, BaseException | None]) -> None:
+        places.release()
         if not ended.done():
             ended.set_result(found)
 
@@ -115,7 +131,11 @@ async def _in_thread(work: Callable[[], str]) -> str:
             loop.call_soon_threadsafe(told, found)
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        places.release()
+        raise NoThread(str(error)) from error
     try:
         text, error = await ended
     except asyncio.CancelledError:

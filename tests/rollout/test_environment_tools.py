@@ -14,12 +14,12 @@ import pytest
 from evenkeel.correction.errors import ConfigError
 from evenkeel.rollout.config import EnvironmentConfig
 from evenkeel.rollout.environments.environments import EnvironmentPool
-from evenkeel.rollout.environments.tools import LONGEST_RESULT, MOST_CALLS
+from evenkeel.rollout.environments.tools import LONGEST_RESULT, MOST_CALLS, MOST_THREADS
 from evenkeel.rollout.trajectory import FinishReason, Trajectory
 from tests.rollout.environment_scene import PROMPT, TEMPLATE_WITH_TOOLS, ScriptedModel, environment, in_a_pool
 
 MODULE = '''
-    import asyncio, json, sys, time
+    import asyncio, json, sys, threading, time
     from typing import Literal
 
 
@@ -73,8 +73,34 @@ MODULE = '''
             await inner
         await asyncio.sleep(60)
 
+    running, most, lock = 0, 0, threading.Lock()
+
+    def crowd(seconds: float) -> int:
+        """How many of it have run at a time.
+
+        Args:
+            seconds: It takes.
+        """
+        global running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(seconds)
+        with lock:
+            running -= 1
+        return most
+
+    async def use_up(what: Literal["memory", "threads"]) -> None:
+        """Nothing is left.
+
+        Args:
+            what: Of it.
+        """
+        if what == "memory": raise MemoryError
+        threading.stack_size(1 << 47)  # more than there are addresses: the machine refuses the next thread
+
     class Sums:
-        tools = [add, bad, meet, hang]
+        tools = [add, bad, meet, hang, crowd, use_up]
         async def reset(self, task):
             self.seen = []
             assert "torch" not in sys.modules, "hundreds of MB for each process"
@@ -152,7 +178,7 @@ def test_calls_of_a_turn_run_at_once_and_the_model_reads_what_they_give(model: S
         ]
     messages.append({"role": "assistant", "content": "end"})
     tools = in_a_pool(with_tools(), lambda pool: pool.check(PROMPT))
-    assert [tool["function"]["name"] for tool in tools] == ["add", "bad", "meet", "hang", "count"]
+    assert [tool["function"]["name"] for tool in tools] == ["add", "bad", "meet", "hang", "crowd", "use_up", "count"]
     assert tools[0]["function"]["parameters"] == {
         "type": "object",
         "properties": {"a": {"type": "integer", "description": "The one."}, "b": {"type": "integer", "description": "The other."}},
@@ -207,6 +233,20 @@ def test_calls_beyond_the_limit_of_a_turn_are_not_run(model: ScriptedModel) -> N
         str(MOST_CALLS + 1),
     ]
     assert one.tool_errors == 2
+
+
+def test_a_process_has_so_many_threads_for_calls(model: ScriptedModel) -> None:
+    """The calls of five rollouts are more: the others wait, and none fails."""
+    rollouts = MOST_THREADS // MOST_CALLS + 1
+    found = played(model, *[[call("crowd", seconds=1) * MOST_CALLS, call("crowd", seconds=0), "end"]] * rollouts, deadline_s=120.0)
+    assert [(one.error, one.tool_errors) for one in found] == [(None, 0)] * rollouts
+    assert {results(model, one)[-1] for one in found} == {str(MOST_THREADS)}
+
+
+@pytest.mark.parametrize(("what", "why"), [("memory", "ran out of memory"), ("threads", "NoThread: can't start new thread")])
+def test_a_process_without_memory_or_threads_is_not_the_model_s_doing(model: ScriptedModel, what: str, why: str) -> None:
+    (one,) = played(model, [call("use_up", what=what), call("add", a=1), "end"])
+    assert one.reward is None and why in (one.error or ""), one.error
 
 
 def test_what_is_no_call_is_an_answer(model: ScriptedModel) -> None:
