@@ -55,7 +55,9 @@ class Elementwise:
         return outs
 
     def agrees(self) -> bool:
-        """Whether the norm's bits are torch's, for rows of several lengths."""
+        """Whether the norm's bits are torch's, for rows of several lengths: in float32 in any case, since rounding hides another order."""
+        if self.dtype is not torch.float32 and not Elementwise(torch.float32).agrees():
+            return False
         generator = torch.Generator().manual_seed(0)
         for size in (576, 896, 100, 4096):
             x, residual = torch.randn(2, 3, size, generator=generator).to(self.dtype)
@@ -89,14 +91,17 @@ def register(dtype: torch.dtype) -> None:
         angles = layer.cos_sin_cache
         is_whole = layer.is_neox_style and layer.rotary_dim == layer.head_size == angles.shape[-1]
         is_plain = query.dtype is key.dtype is dtype and query.dim() == key.dim() == 2
-        has_angles = angles.dtype is torch.float32 and angles.is_contiguous()
+        has_angles = angles.dtype in (torch.float32, dtype)  # SGLang has rounded them to the model's on a CPU
+        has_places = positions.dim() == 1 and positions.dtype is torch.int64
         if (
-            not (is_whole and is_plain and has_angles and positions.dim() == 1 and query.stride(1) == key.stride(1) == 1)
+            not (is_whole and is_plain and has_angles and has_places and query.stride(1) == key.stride(1) == 1)
             or args
             or any(one is not None for one in options.values())
         ):
             return original(layer, positions, query, key, *args, **options)
-        return kernels.rotate(query, key, angles, positions.contiguous())
+        if layer.__dict__.get("angles_of") is not angles:  # another one where it had to be longer
+            layer.__dict__.update(angles_of=angles, float_angles=angles.float().contiguous())
+        return kernels.rotate(query, key, layer.__dict__["float_angles"], positions.contiguous())
 
     HookRegistry.register("sglang.srt.layers.layernorm.RMSNorm.forward_native", norm, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", rotate, HookType.AROUND)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from evenkeel.rollout.sglang_plugin.elementwise import Elementwise
+from evenkeel.rollout.sglang_plugin.elementwise import Elementwise, register
 
 KERNELS, HALF = Elementwise(torch.float32), Elementwise(torch.bfloat16)
 EPS = 1e-5
@@ -29,7 +32,7 @@ def test_a_norm_is_the_one_of_its_definition(rows: int, size: int) -> None:
 @pytest.mark.parametrize("size", [64, 896, 2048, 3584])
 def test_its_bits_are_those_of_the_operators_or_it_is_not_used(size: int, kernels: Elementwise) -> None:
     """In bfloat16 SGLang adds and multiplies in float32, and rounds the sum for the residual alone."""
-    if not KERNELS.agrees():
+    if not kernels.agrees():
         pytest.skip("torch adds in another order on this processor")
     x, residual = torch.randn(2, 9, size, generator=torch.Generator().manual_seed(1)).to(kernels.dtype)
     weight = torch.linspace(0, 3, size).to(kernels.dtype)
@@ -60,3 +63,33 @@ def test_rotary_angles_have_the_bits_of_the_operators(tokens: int, kernels: Elem
         first, second = x.reshape(tokens, -1, 16).chunk(2, -1)
         expected = torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
         assert torch.equal(found, expected.reshape(x.shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_sglang_s_rotary_layer_is_done_by_the_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its angles as they lie there, which SGLang has rounded to the model's type; where they had to become more, with these."""
+    if not Elementwise(dtype).agrees():
+        pytest.skip("torch adds in another order on this processor")
+    from sglang.srt.layers.rotary_embedding import base
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooks: dict[str, Callable[..., Any]] = {}
+    monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: hooks.__setitem__(target.rpartition(".")[0], hook))
+    register(dtype)
+    hook = hooks["sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"]
+
+    def unexpected(*_: Any) -> Any:
+        raise AssertionError("SGLang's own")
+
+    monkeypatch.setattr(base, "_is_cpu", True)  # as in an engine's processes
+    layer = base.RotaryEmbedding(64, 64, 128, 10000, True, dtype)
+    assert layer.cos_sin_cache.dtype is dtype
+    for length in (128, 512):
+        layer._ensure_cos_sin_cache_length(length - 1)
+        positions = torch.arange(0, length, 7)
+        query, key, _ = torch.randn(len(positions), 5 * 64).to(dtype).split([192, 64, 64], -1)
+        expected = base.RotaryEmbedding.forward_native(layer, positions, query.contiguous(), key.contiguous())
+        for found, its in zip(hook(unexpected, layer, positions, query, key), expected, strict=True):
+            assert torch.equal(found, its)
+    with pytest.raises(AssertionError, match="SGLang's own"):
+        hook(unexpected, layer, positions.int(), query, key)
