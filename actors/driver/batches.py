@@ -55,13 +55,14 @@ _LAST_TOKENS_S = 5.0
 class BatchSource:
     """Book and service of a run from one starting point on. The book exists from the beginning, the service after `start`."""
 
-    def __init__(self, config: RunConfig, point: StartingPoint, ledger: Ledger, recorder: Recorder) -> None:
+    def __init__(self, config: RunConfig, point: StartingPoint, ledger: Ledger, recorder: Recorder, *, filters: bool | None = None) -> None:
+        """Args: filters: as of the book, whose finished groups of a checkpoint it is for, too; None: as configured."""
         self._config, self._recorder, self.ledger = config, recorder, ledger
         self.changes = Changes()
         self.book = GroupBook(
             groups_per_step=config.groups_per_step,
             max_staleness=config.max_staleness,
-            dynamic_sampling=config.dynamic_sampling,
+            dynamic_sampling=config.dynamic_sampling if filters is None else filters,
             by_turn=config.correction.advantage.is_by_turn,
             snapshot=point.state.book if point.state else None,
             changed=self.changes.tell,
@@ -78,13 +79,16 @@ class BatchSource:
         self.service: Any = None
 
     @classmethod
-    async def opened(cls, config: RunConfig, point: StartingPoint, folder: RunFolder, recorder: Recorder, by_disk: ByDisk) -> BatchSource:
+    async def opened(
+        cls, config: RunConfig, point: StartingPoint, folder: RunFolder, recorder: Recorder, by_disk: ByDisk, *, filters: bool | None = None
+    ) -> BatchSource:
         """A source with the ledger of the run folder. Its file is read, and cut to the checkpoint, once all earlier lines are written.
 
+        Args: filters: as above.
         Raises: LedgerError; DeadlineExceeded if the disk hangs.
         """
         opening = partial(open_ledger, folder.path / "ledger.jsonl", point.state, recorder.event, recorder.disk.do)
-        source = cls(config, point, await by_disk(recorder.disk.result(opening), "the ledger's checksum"), recorder)
+        source = cls(config, point, await by_disk(recorder.disk.result(opening), "the ledger's checksum"), recorder, filters=filters)
         source.ledger.compare(contents := source.book.contents())
         if begun := [one.tokens for one in contents.so_far if one.tokens]:
             recorder.event("info", f"{counted(len(begun), 'group')} under way go on from {sum(begun)} tokens of the checkpoint")

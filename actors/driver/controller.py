@@ -181,9 +181,9 @@ class Controller:
         self._places = await reserve(config)  # before engines take the GPUs
         self._start_pool()
 
-    async def _open_book(self) -> None:
+    async def _open_book(self, *, filters: bool | None = None) -> None:
         self._empty_steps = EmptySteps(self._config.max_staleness, self._recorder.event)
-        self._source = await BatchSource.opened(self._config, self._point, self._folder, self._recorder, self._by_disk)
+        self._source = await BatchSource.opened(self._config, self._point, self._folder, self._recorder, self._by_disk, filters=filters)
 
     def _start_pool(self) -> None:
         config = self._config
@@ -364,9 +364,7 @@ class Controller:
         self._alarms = AlarmResponse(config.monitor, config.correction, self._point.replacement)
         self._lengths = self._point.lengths
         self._checkpoints = CheckpointWriter(self._folder, self._recorder, config.checkpoint, config.deadlines, begins_at=self._step)
-        filters = self._source.book.filters
-        await self._open_book()
-        self._source.book.filters = filters  # a run that has given the filter up did so for what it would meet again
+        await self._open_book(filters=self._source.book.filters)  # a run that has given the filter up did so for what it would meet again
         self._pool.serve(self._source.book, self._source.changes, self._generation)
         await self._start_parts()
 

@@ -393,6 +393,7 @@ class LearningWatch:
         if self._judge.is_short and not self._is_short:
             self._is_short = True
             self._on_shortage("; ".join(filter(None, (self._judge.shortage, self._judge.said(samples, again=True)))))
+            self._judge.trained()  # each group would be looked at, for what has been said
         elif told := self._judge.said(samples):
             self._notify("warning", told)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from evenkeel.actors.carriers import WorkerSettings
+from evenkeel.actors.carriers import DiscardReason, Ticket, WorkerSettings
 from evenkeel.actors.config import DeadlinesConfig
 from evenkeel.actors.driver.batches import BatchSource
 from evenkeel.actors.driver.controller import Controller
@@ -23,7 +23,7 @@ from evenkeel.actors.groups.snapshot import BookSnapshot
 from evenkeel.actors.pool.pool import RolloutPool
 from evenkeel.actors.record.disk_writer import DiskWriter
 from evenkeel.correction.errors import ActorLost, DataError, DeadlineExceeded
-from tests.actors.cases import contents
+from tests.actors.cases import contents, group, prompts
 from tests.actors.driver.controller_cases import EventsRecorder, controller, nothing, source
 
 STEPS = 10
@@ -86,6 +86,25 @@ def test_empty_steps_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
             empty_step(run, step)
         with pytest.raises(DataError, match="nothing was learned in 4 steps in a row, up to step 6"):
             empty_step(run, 6)
+
+    playing(scenario)
+
+
+def test_a_filter_that_was_given_up_takes_no_group_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are alike in their rewards."""
+
+    async def scenario() -> None:
+        run = rolled_back_to(2, monkeypatch)
+        run._config = run._config.model_copy(update={"dynamic_sampling": True})
+        alike = tuple(group(Ticket(number, one, 2), rewards=(1.0, 1.0)) for number, one in enumerate(prompts(4, 6), 4))
+        found, _ = await run._rollbacks.found()  # type: ignore[call-arg]
+        found.state.book = BookSnapshot(2, 6, 4, 0, (), alike)
+        for filters, discarded in ((True, 2), (False, 0)):
+            run._source.book.filters = filters
+            await run._roll_back()
+            book = run._source.book
+            drawn = book.draw(2, 6)
+            assert (len(drawn), book.discarded_by_reason[DiscardReason.UNIFORM]) == (2 - discarded, discarded)
 
     playing(scenario)
 

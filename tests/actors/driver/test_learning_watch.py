@@ -100,7 +100,23 @@ def trained_on(run: Any, recorder: EventsRecorder) -> list[str]:
     with pytest.raises(DataError, match=r"group 30\d was trained on"):
         asyncio.run(asyncio.wait_for(run._train(), 20.0))
     assert not run._alarm and not run._source.book.filters
+    asyncio.run(nothing_is_read(run))
     return [event for event in recorder.events if "From here on the run trains on all groups" in event]
+
+
+async def nothing_is_read(run: Any) -> None:
+    """What the shortage meant has been said: the groups that come before the next step are not looked at for it."""
+    read = []
+
+    class Tokens:
+        def __await__(self) -> Any:
+            read.append(self)
+            return asyncio.sleep(0).__await__()
+
+    for number in range(3):
+        run._learning.finished(StoredGroup(group(number, "A", "B").facts, Tokens()))
+        await asyncio.sleep(0.01)
+    assert read == []
 
 
 @pytest.mark.parametrize(
