@@ -376,7 +376,8 @@ class Recorder:
         if previous is not None:
             await previous
         await self._tell_skipped(number, batch, result)
-        metrics.update(self._bounded(batch_metrics(batch, correct_at=self._config.correct_at)))
+        has_tools = any(one.environment is not None and one.environment.tool_parser is not None for one in self._config.rollout.entries)
+        metrics.update(self._bounded(batch_metrics(batch, correct_at=self._config.correct_at, has_tools=has_tools)))
         metrics.update(learner_metrics(result) | learner_share(step.phases, batch.tokens, metrics["time/step_s"]))
         self.disk.line(number, self._folder.append_answer_lengths, number, first_lengths(batch.groups))
         if self._config.metrics.trajectories_per_step:

@@ -40,10 +40,10 @@ FAILED_TRAJECTORIES = {
 _OLDEST = 8
 
 
-def batch_metrics(prepared: PreparedBatch, *, correct_at: Mapping[str, float]) -> dict[str, float]:
+def batch_metrics(prepared: PreparedBatch, *, correct_at: Mapping[str, float], has_tools: bool = False) -> dict[str, float]:
     """Rewards, lengths, staleness and group outcomes of a batch. If all answers were left out, there is no length or age of a trained one.
 
-    Args: correct_at: reward of a right answer, by task.
+    Args: correct_at: reward of a right answer, by task. has_tools: some environment has; its calls are told also where there are none.
     """
     groups, of_groups = prepared.groups, [group.valid for group in prepared.groups]
     valid = [t for answers in of_groups for t in answers]
@@ -76,7 +76,7 @@ def batch_metrics(prepared: PreparedBatch, *, correct_at: Mapping[str, float]) -
             "turns/read_tokens": statistics.fmean([t.later_tokens for t in valid]),
             "turns/tool_s": statistics.fmean([t.tool_s for t in valid]),
         }
-    if any(t.tool_calls for t in valid):
+    if has_tools:
         numbers |= {
             "turns/tool_calls": statistics.fmean([t.tool_calls for t in valid]),
             "turns/tool_errors": statistics.fmean([t.tool_errors for t in valid]),

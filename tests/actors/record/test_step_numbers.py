@@ -149,6 +149,16 @@ def test_the_mean_kept_set_is_of_all_tokens_and_absent_without_any() -> None:
         assert batch_metrics(batch, correct_at={"": 1.0}).get("length/kept_set_tokens") == expected
 
 
+def test_calls_of_tools_are_told_of_each_step_of_a_run_that_has_tools() -> None:
+    """Also of one in which the model makes none: that is what a person looks for."""
+    made = [answer([(3, 0, 10)], retractions=0) for _ in range(2)]
+    for calls, has_tools, expected in ((4, True, 2.0), (0, True, 0.0), (0, False, None)):
+        facts = Group(0, Prompt("p", "", (1,), ""), (replace(made[0], tool_calls=calls), made[1]), 3).facts
+        places = (AnswerPlace(0, 0), AnswerPlace(0, 1))
+        batch = PreparedBatch(5, CorrectionConfig(preset="tis-token"), None, 500, (facts,), places, 0.0, 0.0)
+        assert batch_metrics(batch, correct_at={"": 1.0}, has_tools=has_tools).get("turns/tool_calls") == expected
+
+
 def test_rewards_of_a_batch_by_group_each_of_which_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1,024 groups this holds up the driver's event loop in one go. Rewards 1, 1 (all correct), 0, 0 (all wrong) and 1, 0, with one
     answer that failed: means 1, 0 and 1/2, deviations 0, 0 and 1/2."""
