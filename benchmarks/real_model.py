@@ -25,7 +25,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -226,8 +226,8 @@ def operations(model: Path, computed: int, with_logits: int) -> float:
     return 6.0 * (of_layers * computed + of_head * with_logits)
 
 
-def learner(model: Path, batch: PackedBatch, turns: int, *, dtype: str, threads: int, trl: Callable[[], list[float]] | None) -> list[str]:
-    """Print a table; return what misses its goal. Args: trl: seconds of its training in each of some steps."""
+def learner(model: Path, batch: PackedBatch, turns: int, *, dtype: str, threads: int, trl: Sequence[float]) -> list[str]:
+    """Print a table; return what misses its goal. Args: trl: seconds of its training in each of some steps, if it was there."""
     rank = LearnerRank(LearnerConfig(device="cpu", dtype=dtype, threads=threads, **UPDATE))
     rank.load(model)
     rival = Rival(model, batch, getattr(torch, dtype))
@@ -253,11 +253,10 @@ def learner(model: Path, batch: PackedBatch, turns: int, *, dtype: str, threads:
         print(f"    times {name:24s} {ratio}" + (f", goal {goal:.2f}" if name == "padded" else ""), flush=True)
         if name == "padded" and ratio.median < goal:
             missed.append(f"learner: {ratio.median:.2f} times padded, goal {goal:.2f}")
-    if trl is not None:
-        each = trl()
+    if trl:
         median = statistics.median(seconds["evenkeel"])
-        ratios = ", ".join(f"{one / median:.2f}" for one in each)
-        print(f"    times TRL's step without generating  {statistics.median(each) / median:.2f} ({ratios})", flush=True)
+        ratios = ", ".join(f"{one / median:.2f}" for one in trl)
+        print(f"    times TRL's step without generating  {statistics.median(trl) / median:.2f} ({ratios})", flush=True)
     return missed
 
 
@@ -305,9 +304,10 @@ def main() -> None:
         asked = [tuple(prompt) for prompt in prompts[: 64 // SAMPLES]]
         batch = sampled_batch(arguments.model, config, asked, samples=SAMPLES, max_tokens=MAX_TOKENS)
         with tempfile.TemporaryDirectory() as folder:
-            trl = None
-            if arguments.trl is not None:
-                trl = partial(trl_steps, arguments.trl, arguments.model, rows, arguments.turns, arguments.threads, Path(folder))
+            trl: list[float] = []
+            if arguments.trl is not None:  # before the others: its step and theirs need more memory together than a laptop has
+                trl = trl_steps(arguments.trl, arguments.model, rows, arguments.turns, arguments.threads, Path(folder))
+                print(f"TRL: {statistics.median(trl):.2f} s a step without generating", flush=True)
             missed += learner(arguments.model, batch, arguments.turns, dtype=arguments.dtype, threads=arguments.threads, trl=trl)
     if arguments.check and missed:
         sys.exit("missed: " + "; ".join(missed))
