@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from evenkeel.correction.errors import ConfigError, EngineError
 from evenkeel.rollout.config import AgentConfig, FoldersTask, RolloutConfig
-from evenkeel.rollout.continuation import is_begun
+from evenkeel.rollout.continuation import is_begun, is_unfinished
 from evenkeel.rollout.door.agents import Agents, Score
 from evenkeel.rollout.session import Session
 from evenkeel.rollout.tasks.chat import ChatEncoder
@@ -335,7 +335,7 @@ def test_a_worker_that_leaves_waits_for_no_program_s_start(
             finally:
                 (tmp_path / "go_on").touch()
 
-    assert is_begun(engine_loop.run(run())), "what there is: nothing, and no error of the program's"
+    assert is_unfinished(engine_loop.run(run())), "nothing, and no error of the program's: another worker goes on"
 
 
 def test_an_engine_that_is_lost_is_no_fault_of_the_program(engine_loop: BackgroundLoop, encoder: ChatEncoder, tmp_path: Path) -> None:
