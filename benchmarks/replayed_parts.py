@@ -111,6 +111,7 @@ class ReplayedEngine:
     engine: ReplayedEngine
     requests_in_flight = generated_tokens = 0
     silent_s = 0.0
+    lost_of = ""
 
     def __init__(self, lengths: AnswerLengths, token_s: float, wide: WideShape, seed: int) -> None:
         """Args: lengths: engines of a process draw from the same."""
@@ -120,6 +121,10 @@ class ReplayedEngine:
         self._logprobs = logprobs_of(-chance.random() for _ in range(lengths.max_tokens))
         self._version = 0
         self.engine = self
+
+    async def succeeded(self) -> None: ...
+
+    def has_its_weights(self) -> None: ...
 
     async def group(self, prompt: Prompt, *, group_id: int, admitted_version: int, topk: int = 0, begun: Any = None) -> Group:
         lengths = [self._lengths.next() for _ in range(SAMPLES)]

@@ -76,7 +76,8 @@ class BareWorker(RolloutWorker):
     async def start_engine(self, model: Path, dtype: str = "float32") -> None:
         config = EngineConfig.model_validate({"device": "cpu", "max_total_tokens": 4096, "dtype": dtype})
         engine = await RolloutEngine.start(model, config, has_weights=False)
-        self._sampler = SimpleNamespace(engine=engine, busy_s=0.0, up_s=0.0, generated_tokens=0)  # type: ignore[assignment]
+        living = {"succeeded": lambda: asyncio.sleep(0), "lost_of": "", "has_its_weights": lambda: None}
+        self._sampler = SimpleNamespace(engine=engine, busy_s=0.0, up_s=0.0, generated_tokens=0, **living)  # type: ignore[assignment]
 
     async def stop_engine(self) -> None:
         await self._sampler.engine.shutdown()

@@ -141,6 +141,7 @@ def test_kept_sets_of_two_turns_reach_the_learner(
 ) -> None:
     """Of groups played in an environment at top-p 0.9: each token of either turn has the set that it was drawn from, with itself in it, and
     what was read between has none. Mean rho is 1 in both turns; without the sets in neither."""
+    learner.load(tiny_model)  # another test has had it take a step
     (tmp_path / "two_turns.py").write_text(TWO_TURNS)
     monkeypatch.syspath_prepend(str(tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)

@@ -90,7 +90,8 @@ class TransferScene:
         monkeypatch.setattr(weight_transfer, "resume", lambda _: step("resume"))
         settings = RolloutConfig.model_validate({"task": {"kind": "file", "path": "none"}, "reward": {"kind": "exact_match"}})
         self.worker = RolloutWorker("0", WorkerSettings(settings, Path("model"), prompt(0), bind="", resource="rollout"))
-        self.worker._sampler = SimpleNamespace(engine=self.engine)  # type: ignore[assignment]
+        living = {"succeeded": lambda: asyncio.sleep(0), "lost_of": "", "has_its_weights": lambda: None}
+        self.worker._sampler = SimpleNamespace(engine=self.engine, **living)  # type: ignore[assignment]
         self.worker._endpoint = SimpleNamespace(set=lambda *_: None)  # type: ignore[assignment]
         monkeypatch.setattr(self.worker, "load", lambda: asyncio.sleep(0))  # there is no sampler that would know it
 

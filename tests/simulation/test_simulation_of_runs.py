@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -278,11 +279,11 @@ def test_a_prompt_whose_tokens_no_tokenizer_decodes_is_discarded_with_the_reason
     group, asked = SimulatedSampler.group, list[str]()
 
     async def decoded(sampler: SimulatedSampler, prompt: Prompt, **named: Any) -> Any:
-        found = await group(sampler, prompt, **named)
         asked.append(prompt.prompt_id)
-        if prompt.prompt_id == "train/0/5":
+        if prompt.prompt_id == "train/0/5":  # before the world's books count its tokens: nobody does who can't read them
+            await asyncio.sleep(1.0)
             raise KeyError(151_936)
-        return found
+        return await group(sampler, prompt, **named)
 
     monkeypatch.setattr(SimulatedSampler, "group", decoded)
     outcome = play(run_of_one_worker(steps=4, groups_per_step=2, faults=()))
