@@ -91,7 +91,7 @@ class Door:
                 web.post("/inference/v1/generate", self._generate),
             ]
         )
-        seconds = {"shutdown_timeout": 1.0, "keepalive_timeout": _IDLE_S}
+        seconds: dict[str, Any] = {"shutdown_timeout": 1.0, "keepalive_timeout": _IDLE_S}
         self._runner = web.AppRunner(app, handle_signals=False, access_log=None, logger=_QUIET, **seconds)
         self._listening: asyncio.Server
         self._refused = set[_TooMany]()

@@ -137,11 +137,11 @@ async def _in_thread(work: Callable[[], str], places: asyncio.Semaphore) -> str:
         places.release()
         raise NoThread(str(error)) from error
     try:
-        text, error = await ended
+        text, failure = await ended
     except asyncio.CancelledError:
         if thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         raise
-    if error is not None:
-        raise error
+    if failure is not None:
+        raise failure
     return text
