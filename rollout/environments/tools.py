@@ -23,7 +23,7 @@ MOST_CALLS = 32
 """Calls of a turn that are run."""
 LONGEST_RESULT = 8000
 """Characters of a result that the model reads."""
-MOST_THREADS = 128
+MOST_THREADS = 64
 """Plain functions that a process runs at a time, of all of its rollouts; the others wait, in their own time."""
 
 
@@ -40,6 +40,7 @@ class Tools:
 
         # It would import torch, for a type that no call in JSON has.
         templates.is_torch_available = lambda: False  # type: ignore[attr-defined, assignment]
+        threading.stack_size(1 << 20)  # eight times as much is usual, and counts as the process's memory
         self.schemas: list[dict[str, Any]] = []
         """In OpenAI's form."""
         self._within_s = within_s
